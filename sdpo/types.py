@@ -1,0 +1,247 @@
+"""Values that pass between the stages of a step. All are frozen: a stage returns a new value.
+
+Letters: B rows of a microbatch, P prompt, Q teacher prompt, L = P + T student sequence, M = Q + T teacher sequence,
+T completion, V vocabulary, K support, G group. A *row* is one completion. A *block* is all rows of one generation.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, replace
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+Message = dict[str, Any]
+Prompt = str | list[Message]
+Phase = Literal["train", "eval"]
+
+LossType = Literal["grpo", "bnpo", "dr_grpo", "dapo"]
+ImportanceSamplingLevel = Literal["token", "sequence"]
+DistillationMode = Literal["sampled_token", "full_logits", "topk_logits"]
+TeacherKind = Literal["ema", "live", "base", "trust_region"]
+ScaleRewards = Literal["group", "batch", "none"]
+
+
+class Score(NamedTuple):
+    """What the environment says about one completion.
+
+    `reward` is a number, or None where the function does not apply. `feedback` is the text about that very attempt,
+    shown to the teacher when `include_environment_feedback=True`; None or an empty string where there is none.
+    """
+
+    reward: float | None
+    feedback: str | None = None
+
+
+# --- frozen views of SDPOConfig, so that pure layers need not know the config ----------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingSettings:
+    """How completions are drawn. `temperature` also divides the logits of every log-prob that is trained on."""
+
+    max_completion_length: int
+    temperature: float
+    top_p: float
+    top_k: int
+    min_p: float | None
+    repetition_penalty: float
+    cache_implementation: str | None
+    generation_kwargs: Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class RepromptSettings:
+    """How the teacher's prompt is made. Field names are those of `SDPOConfig`."""
+
+    use_successful_as_teacher: bool
+    success_reward_threshold: float
+    dont_reprompt_on_self_success: bool
+    max_reprompt_len: int
+    reprompt_template: str
+    solution_template: str
+    feedback_template: str
+    include_environment_feedback: bool
+    environment_feedback_only_without_solution: bool
+    remove_thinking_from_demonstration: bool
+
+
+@dataclass(frozen=True, slots=True)
+class ObjectiveSettings:
+    """What is minimized. Field names are those of `SDPOConfig`, without the prefix `distillation_`."""
+
+    loss_type: LossType
+    max_completion_length: int
+    temperature: float
+    beta: float
+    epsilon: float
+    epsilon_high: float
+    importance_sampling_level: ImportanceSamplingLevel
+    weight: float
+    alpha: float
+    mode: DistillationMode
+    topk: int | None
+    is_clip: float | None
+    add_tail: bool
+
+
+@dataclass(frozen=True, slots=True)
+class TeacherSettings:
+    """Which weights the teacher has and whether they move: t <- (1 - rate) t + rate s every `sync_steps` steps."""
+
+    kind: TeacherKind
+    update_rate: float
+    sync_steps: int
+
+
+# --- rows: Python values until `collate` -------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Completion:
+    """Token ids of one sampled answer, its end-of-sequence token included where it has one.
+
+    `is_truncated`: it was cut at the length limit, so it has none. `sampled_logps`: the sampler's own log-prob of each
+    token in nats (len = number of ids), None where the sampler is the policy itself.
+    """
+
+    ids: list[int]
+    is_truncated: bool
+    sampled_logps: list[float] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Rollout:
+    """One completion with its prompt. `group` numbers the prompts of a block over all ranks."""
+
+    group: int
+    prompt: Prompt
+    prompt_ids: list[int]
+    completion: Completion
+    text: str
+    """The completion without special tokens."""
+    is_prompt_truncated: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class ScoredRollout:
+    """A rollout and what the reward functions returned for it.
+
+    `rewards`: by function name, None where a function gave none. `reward`: their weighted sum over the functions that
+    gave one; None where none did (such a row is in no baseline and is never a success). `feedback`: text about this
+    attempt, from the reward functions or else from the `privileged_context` column.
+    """
+
+    rollout: Rollout
+    rewards: Mapping[str, float | None]
+    reward: float | None
+    feedback: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class TeacherContext:
+    """What the teacher of one row is shown besides the question.
+
+    `demonstration`: index of the sibling among the block's rows, None where there is none. An uninformative row keeps
+    its own prompt as the teacher's prompt, so that shapes never depend on luck.
+    """
+
+    demonstration: int | None = None
+    demonstration_text: str = ""
+    feedback: str = ""
+
+    @property
+    def is_informative(self) -> bool:
+        return bool(self.demonstration_text or self.feedback)
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """Everything about one completion that training needs, before padding."""
+
+    scored: ScoredRollout
+    context: TeacherContext
+    teacher_prompt: Prompt
+    teacher_prompt_ids: list[int]
+    is_context_shortened: bool
+    advantage: float
+
+
+# --- tensors -----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class LossCounts:
+    """Denominators of one optimizer step, summed over all its microbatches and all ranks.
+
+    A sequence counts where at least one of its tokens is in the mask of that term.
+    """
+
+    policy_tokens: float
+    policy_sequences: float
+    distillation_tokens: float
+    distillation_sequences: float
+    microbatches: float
+
+
+@dataclass(frozen=True, slots=True)
+class TrainingBatch:
+    """One microbatch. Student and teacher sequences are [prompt; completion] without a gap, padded on the right.
+
+    student_ids, student_mask (B, L); teacher_ids, teacher_mask (B, M); prompt_lengths, teacher_prompt_lengths (B,);
+    completion_ids (B, T); completion_mask (B, T) bool, true on the tokens that exist; policy_mask and
+    distillation_mask (B, T) bool, the tokens each loss term trains on (subsets of completion_mask); advantages (B,);
+    old_logps (B, T), log-probs under the weights that sampled the block, None where those are still the current ones;
+    reference_logps (B, T), log-probs under the initial policy, None where beta is 0; sampled_logps (B, T), the
+    sampler's own, None where it is the policy. Log-probs are of logits / temperature, in nats, 0 off completion_mask.
+    """
+
+    student_ids: Tensor
+    student_mask: Tensor
+    teacher_ids: Tensor
+    teacher_mask: Tensor
+    prompt_lengths: Tensor
+    teacher_prompt_lengths: Tensor
+    completion_ids: Tensor
+    completion_mask: Tensor
+    policy_mask: Tensor
+    distillation_mask: Tensor
+    advantages: Tensor
+    old_logps: Tensor | None = None
+    reference_logps: Tensor | None = None
+    sampled_logps: Tensor | None = None
+    counts: LossCounts | None = None
+
+    def to(self, device: torch.device | str) -> TrainingBatch:
+        """The same batch with every tensor on `device`."""
+        values = {f.name: getattr(self, f.name) for f in fields(self)}
+        return replace(self, **{k: v.to(device) for k, v in values.items() if isinstance(v, Tensor)})
+
+
+@dataclass(frozen=True, slots=True)
+class TokenTerms:
+    """Per-token values of one microbatch, each (B, T), fp32, in nats, 0 where the token is in no loss.
+
+    logps: log-prob of the sampled token under the student, with gradient. divergence: distance of student and teacher
+    on the support, with gradient; None where the distillation weight is 0. entropy: of the student, no gradient.
+    credit: log teacher - log student of the sampled token, no gradient; None where there is no teacher.
+    """
+
+    logps: Tensor
+    entropy: Tensor
+    divergence: Tensor | None = None
+    credit: Tensor | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class LossTerms:
+    """The loss of one microbatch, already divided by the step's counts, and what to log of it.
+
+    `sums` holds (numerator, denominator) pairs by metric name, as 0-dim tensors without gradient: the logged value is
+    the sum of numerators over the sum of denominators, over microbatches, steps and ranks.
+    """
+
+    loss: Tensor
+    sums: Mapping[str, tuple[Tensor, Tensor]]
