@@ -35,7 +35,7 @@ class Score(NamedTuple):
     feedback: str | None = None
 
 
-# --- frozen views of SDPOConfig, so that pure layers need not know the config ----------------------------------------
+# --- frozen views of SDPOConfig, so that pure layers need not know the config ---------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +96,7 @@ class TeacherSettings:
     sync_steps: int
 
 
-# --- rows: Python values until `collate` -------------------------------------------------------------------------------
+# --- rows: Python values until `collate` ----------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,7 +169,7 @@ class Row:
     advantage: float
 
 
-# --- tensors -----------------------------------------------------------------------------------------------------------
+# --- tensors --------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,137 @@
+"""Hooks a callback may define, and warnings about runs that cannot learn."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+from torch import Tensor
+from transformers import TrainerCallback, TrainerControl, TrainerState
+from transformers.utils import logging
+
+from sdpo.teacher import Teacher
+from sdpo.types import Phase
+
+logger = logging.get_logger(__name__)
+
+
+# What each hook is given, besides args, state, control, model and processing_class.
+HOOKS: dict[str, tuple[str, ...]] = {
+    "on_generation_batch_built": ("generate_every", "steps_per_generation"),
+    "on_teacher_context_built": (
+        "teacher_input_ids",
+        "teacher_attention_mask",
+        "completion_mask",
+        "self_distillation_mask",
+    ),
+    "on_self_distillation_batch_prepared": (
+        "prompt_ids",
+        "completion_ids",
+        "old_per_token_logps",
+        "teacher_input_ids",
+        "teacher_attention_mask",
+        "self_distillation_mask",
+    ),
+}
+
+
+class SDPOCallback(TrainerCallback):
+    """A `TrainerCallback` with the events of a generation block. Any callback may define these methods.
+
+    Each also receives `model` and `processing_class` as keywords. Tensors are on the CPU.
+    """
+
+    def on_generation_batch_built(
+        self,
+        args: Any,
+        state: TrainerState,
+        control: TrainerControl,
+        *,
+        generate_every: int,
+        steps_per_generation: int,
+        **kwargs: Any,
+    ) -> None:
+        """A new block is ready; it serves `generate_every` microbatches, in `steps_per_generation` different ones."""
+
+    def on_teacher_context_built(
+        self,
+        args: Any,
+        state: TrainerState,
+        control: TrainerControl,
+        *,
+        teacher_input_ids: Tensor,
+        teacher_attention_mask: Tensor,
+        completion_mask: Tensor,
+        self_distillation_mask: Tensor,
+        **kwargs: Any,
+    ) -> None:
+        """The teacher's prompts are written.
+
+        teacher_input_ids, teacher_attention_mask (B, Q + T): prompt padded on the left, completion on the right;
+        completion_mask (B, T); self_distillation_mask (B,), 1 where the teacher knows more than the student.
+        """
+
+    def on_self_distillation_batch_prepared(
+        self,
+        args: Any,
+        state: TrainerState,
+        control: TrainerControl,
+        *,
+        prompt_ids: Tensor,
+        completion_ids: Tensor,
+        old_per_token_logps: Tensor | None,
+        teacher_input_ids: Tensor,
+        teacher_attention_mask: Tensor,
+        self_distillation_mask: Tensor,
+        **kwargs: Any,
+    ) -> None:
+        """The block is about to be trained on.
+
+        prompt_ids (B, P) padded on the left; completion_ids (B, T); old_per_token_logps (B, T) in nats, None where the
+        block is used within one optimizer step.
+        """
+
+
+class TeacherUpdate(TrainerCallback):
+    """Lets the teacher follow the student after every optimizer step."""
+
+    def __init__(self, teacher: Teacher):
+        self.teacher = teacher
+
+    def on_step_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        self.teacher.update(state.global_step)
+
+
+class Diagnostics:
+    """Warnings about degenerate steps: at the first of a streak and then every `interval`-th."""
+
+    MESSAGES = {
+        "flat_rewards": (
+            "All rewards of every group are equal, so all advantages are zero. Check the reward functions, or take "
+            "questions of which the model solves some."
+        ),
+        "no_success": (
+            "No completion reached success_reward_threshold={threshold}. If this goes on, take easier questions, "
+            "lower the threshold, or return feedback and set include_environment_feedback=True."
+        ),
+        "inactive": (
+            "No completion got a teacher context (no successful sibling and no feedback), so self-distillation trains "
+            "on nothing."
+        ),
+    }
+
+    def __init__(self, *, interval: int, tolerance: float, threshold: float):
+        self.interval = interval
+        self.tolerance = tolerance
+        self.threshold = threshold
+        self.streaks: Counter[tuple[Phase, str]] = Counter()
+
+    def observe(self, phase: Phase, **is_degenerate: bool) -> None:
+        """Counts the streaks of this block's conditions and warns where it is time."""
+        for name, holds in is_degenerate.items():
+            key = (phase, name)
+            self.streaks[key] = self.streaks[key] + 1 if holds else 0
+            streak = self.streaks[key]
+            if holds and self.interval and (streak == 1 or streak % self.interval == 0):
+                message = self.MESSAGES[name].format(threshold=self.threshold)
+                logger.warning("%s (%d in a row, %s)", message, streak, phase)

@@ -1,0 +1,39 @@
+"""The only module that issues a collective. Every function is called on every rank, in the same order, always."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import astuple
+from typing import TypeVar
+
+import torch
+from accelerate import Accelerator
+from accelerate.utils import gather_object
+
+from sdpo.types import LossCounts
+
+T = TypeVar("T")
+
+
+def sum_counts(local: Sequence[LossCounts], accelerator: Accelerator) -> LossCounts:
+    """Denominators of the step: the sum over this rank's microbatches and over all ranks."""
+    totals = [sum(column) for column in zip(*(astuple(counts) for counts in local), strict=True)]
+    if accelerator.num_processes == 1:
+        return LossCounts(*totals)
+    tensor = torch.tensor(totals, dtype=torch.float64, device=accelerator.device)
+    return LossCounts(*accelerator.reduce(tensor, reduction="sum").tolist())
+
+
+def first_row(num_rows: int, accelerator: Accelerator) -> int:
+    """Index of this rank's first row among all ranks' rows in rank order."""
+    return sum(gather_values(num_rows, accelerator)[: accelerator.process_index])
+
+
+def gather_rows(rows: list[T], accelerator: Accelerator) -> list[T]:
+    """All ranks' rows in rank order."""
+    return [row for of_rank in gather_values(rows, accelerator) for row in of_rank]
+
+
+def gather_values(value: T, accelerator: Accelerator) -> list[T]:
+    """The value of every rank, in rank order. `value` is any picklable object."""
+    return [value] if accelerator.num_processes == 1 else gather_object([value])

@@ -1,0 +1,239 @@
+"""Hidden states to log-probs: the only place that does it. fp32, temperature applied, in chunks of tokens.
+
+The backbone runs once over a microbatch; its output head then runs on the tokens that some loss needs, a chunk at a
+time, and is run again in the backward pass. So no (B, T, V) tensor exists, only (chunk, V) ones.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from sdpo.losses import divergence as dv
+from sdpo.types import ObjectiveSettings, TokenTerms, TrainingBatch
+
+# Logits held at once, in numbers (64 MB in fp32): small beside any model, large enough to keep a device busy.
+CHUNK_LOGITS = 2**24
+
+
+def _identity(logits: Tensor, _: float) -> Tensor:
+    return logits
+
+
+def _multiply(logits: Tensor, scale: float) -> Tensor:
+    return logits * scale
+
+
+def _divide(logits: Tensor, scale: float) -> Tensor:
+    return logits / scale
+
+
+def _soft_cap(logits: Tensor, cap: float) -> Tensor:
+    return torch.tanh(logits / cap) * cap
+
+
+# What families do to the head's output, by the config field that holds the number (Gemma; Cohere; Granite; Falcon-H1).
+AFTER_HEAD: dict[str, Callable[[Tensor, float], Tensor]] = {
+    "final_logit_softcapping": _soft_cap,
+    "logit_scale": _multiply,
+    "logits_scaling": _divide,
+    "lm_head_multiplier": _multiply,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Head:
+    """The map from hidden states (N, H) to the model's logits (N, V): output embedding, then scale or soft cap."""
+
+    module: nn.Module
+    after: Callable[[Tensor, float], Tensor] = _identity
+    number: float = 1.0
+
+    def logits(self, hidden: Tensor, temperature: float) -> Tensor:
+        """(N, V) logits / temperature in fp32."""
+        return self.after(self.module(hidden), self.number).float() / temperature
+
+
+def find_head(model: nn.Module) -> Head:
+    """The output head of an unwrapped causal language model.
+
+    Raises:
+        ValueError: the model has no output embedding.
+    """
+    module = model.get_output_embeddings()
+    if module is None:
+        raise ValueError(f"{type(model).__name__} has no output embedding; a causal language model is needed.")
+    config = model.config.get_text_config()
+    for field, after in AFTER_HEAD.items():
+        number = getattr(config, field, None)
+        if number is not None:
+            return Head(module, after, float(number))
+    return Head(module)
+
+
+@torch.no_grad()
+def check_head(model: nn.Module) -> None:
+    """Makes sure that hidden states and head give the model's own logits, on two tokens.
+
+    Raises:
+        ValueError: they do not, so losses computed through them would be wrong.
+    """
+    was_training = model.training
+    model.eval()
+    ids = torch.tensor([[0, 1]], device=next(model.parameters()).device)
+    expected = model(input_ids=ids, use_cache=False).logits[0].float()
+    head = find_head(model)
+    found = head.logits(hidden_states(model, ids, torch.ones_like(ids), head=head)[0], 1.0)
+    model.train(was_training)
+    # The same operations on the same numbers; a loose bound allows for another kernel, not for another formula.
+    if not torch.allclose(found, expected, rtol=1e-2, atol=1e-2 * max(1.0, expected.abs().max().item())):
+        raise ValueError(
+            f"{type(model).__name__} changes its logits after the output embedding in a way that is not known here "
+            f"(known by config field: {', '.join(AFTER_HEAD)}). Please report the model type "
+            f"{model.config.model_type!r}."
+        )
+
+
+def hidden_states(model: nn.Module, ids: Tensor, mask: Tensor, *, head: Head) -> Tensor:
+    """(B, L, H) inputs of the output head. `model` may be wrapped (DDP, ...); the head itself runs on one token only."""
+    captured: list[Tensor] = []
+
+    def keep(_: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        captured.append(args[0])
+        return (args[0][:, -1:], *args[1:])
+
+    handle = head.module.register_forward_pre_hook(keep)
+    try:
+        model(input_ids=ids, attention_mask=mask.long(), use_cache=False)
+    finally:
+        handle.remove()
+    return captured[0]
+
+
+@dataclass(frozen=True, slots=True)
+class TokenIndex:
+    """Positions of the tokens to compute: `rows`, `columns` (N,) in the (B, T) grid of completions."""
+
+    rows: Tensor
+    columns: Tensor
+    shape: tuple[int, int]
+
+    @classmethod
+    def of(cls, mask: Tensor) -> TokenIndex:
+        rows, columns = mask.nonzero(as_tuple=True)
+        return cls(rows, columns, (mask.shape[0], mask.shape[1]))
+
+    def pick(self, hidden: Tensor, prompt_lengths: Tensor) -> Tensor:
+        """(N, H) hidden states that predict the tokens: each stands one position before its token."""
+        return hidden[self.rows, prompt_lengths[self.rows] - 1 + self.columns]
+
+    def spread(self, values: Tensor) -> Tensor:
+        """(B, T) tensor with values (N,) in their places and 0 elsewhere."""
+        return values.new_zeros(self.shape).index_put((self.rows, self.columns), values)
+
+
+def chunk_size(head: Head) -> int:
+    """Tokens a chunk, so that its logits stay near CHUNK_LOGITS numbers."""
+    return max(1, CHUNK_LOGITS // head.module.weight.shape[0])
+
+
+def _in_chunks(
+    run: Callable[..., tuple[Tensor, ...]], tensors: tuple[Tensor | None, ...], size: int
+) -> tuple[Tensor, ...]:
+    """`run` over chunks of the tensors' first dimension, its outputs joined; activations recomputed in backward."""
+    number = max(1, -(-tensors[0].shape[0] // size))  # one empty chunk for no token: the graph stays whole
+    chunks = zip(*(t.tensor_split(number) if t is not None else [None] * number for t in tensors), strict=True)
+    if torch.is_grad_enabled():
+        outputs = [checkpoint(run, *c, use_reentrant=False, preserve_rng_state=False) for c in chunks]
+    else:
+        outputs = [run(*c) for c in chunks]
+    return tuple(torch.cat(parts) for parts in zip(*outputs, strict=True))
+
+
+@torch.no_grad()
+def completion_logps(model: nn.Module, head: Head, batch: TrainingBatch, *, temperature: float) -> Tensor:
+    """(B, T) log-probs of the completion's tokens, no gradient, 0 where there is none."""
+    index = TokenIndex.of(batch.completion_mask)
+    hidden = index.pick(hidden_states(model, batch.student_ids, batch.student_mask, head=head), batch.prompt_lengths)
+
+    def run(hidden: Tensor, ids: Tensor) -> tuple[Tensor]:
+        logits = head.logits(hidden, temperature)
+        return (_gather(logits, ids) - logits.logsumexp(-1),)
+
+    ids = batch.completion_ids[index.rows, index.columns]
+    return index.spread(_in_chunks(run, (hidden, ids), chunk_size(head))[0])
+
+
+def token_terms(
+    model: nn.Module,
+    head: Head,
+    batch: TrainingBatch,
+    settings: ObjectiveSettings,
+    *,
+    teacher: nn.Module | None,
+    teacher_head: Head | None,
+) -> TokenTerms:
+    """Per-token values of every token that some term trains on; the teacher's forward has no gradient."""
+    index = TokenIndex.of(trained_tokens(batch, settings))
+    student_hidden = hidden_states(model, batch.student_ids, batch.student_mask, head=head)
+    student = index.pick(student_hidden, batch.prompt_lengths)
+    taught = None
+    if teacher is not None and teacher_head is not None:
+        with torch.no_grad():
+            teacher_hidden = hidden_states(teacher, batch.teacher_ids, batch.teacher_mask, head=teacher_head)
+            taught = index.pick(teacher_hidden, batch.teacher_prompt_lengths)
+
+    def run(student: Tensor, taught: Tensor | None, ids: Tensor) -> tuple[Tensor, ...]:
+        logits = head.logits(student, settings.temperature)
+        log_z = logits.logsumexp(-1)
+        logps = _gather(logits, ids) - log_z
+        with torch.no_grad():
+            entropy = log_z - ((logits - log_z.unsqueeze(-1)).exp() * logits).sum(-1)
+        if taught is None or teacher_head is None:
+            return logps, entropy
+        with torch.no_grad():
+            teacher_logits = teacher_head.logits(taught, settings.temperature)
+            teacher_log_z = teacher_logits.logsumexp(-1)
+            teacher_logps = _gather(teacher_logits, ids) - teacher_log_z
+        if settings.mode == "sampled_token":
+            distance = dv.sampled_token_kl(logps, teacher_logps)
+        else:
+            student_view, teacher_view = _views(logits, log_z, teacher_logits, teacher_log_z, settings)
+            distance = dv.divergence(student_view, teacher_view, alpha=settings.alpha)
+        return logps, entropy, distance, teacher_logps - logps.detach()
+
+    ids = batch.completion_ids[index.rows, index.columns]
+    values = [index.spread(v) for v in _in_chunks(run, (student, taught, ids), chunk_size(head))]
+    return TokenTerms(*values)
+
+
+def trained_tokens(batch: TrainingBatch, settings: ObjectiveSettings) -> Tensor:
+    """(B, T) bool, the tokens that the policy or the distillation term trains on at this weight."""
+    if settings.weight == 1.0:
+        return batch.distillation_mask
+    if settings.weight == 0.0:
+        return batch.policy_mask
+    return batch.policy_mask | batch.distillation_mask
+
+
+def _gather(logits: Tensor, ids: Tensor) -> Tensor:
+    return logits.gather(-1, ids.unsqueeze(-1)).squeeze(-1)
+
+
+def _views(
+    logits: Tensor, log_z: Tensor, teacher_logits: Tensor, teacher_log_z: Tensor, settings: ObjectiveSettings
+) -> tuple[Tensor, Tensor]:
+    """Aligned log-probs (N, K') of student and teacher: the vocabulary, or the student's top k (paper, eq. 11)."""
+    if settings.topk is None:
+        return logits - log_z.unsqueeze(-1), teacher_logits - teacher_log_z.unsqueeze(-1)
+    support = logits.topk(settings.topk, dim=-1).indices
+    student = logits.gather(-1, support) - log_z.unsqueeze(-1)
+    teacher = teacher_logits.gather(-1, support) - teacher_log_z.unsqueeze(-1)
+    if settings.add_tail:
+        student = dv.with_tail(student, dv.tail_logp(logits, support))
+        return student, dv.with_tail(teacher, dv.tail_logp(teacher_logits, support))
+    return dv.renormalize(student), dv.renormalize(teacher)

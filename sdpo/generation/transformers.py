@@ -1,0 +1,101 @@
+"""Sampling with `model.generate`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from accelerate.utils import is_peft_model
+from torch import nn
+from transformers import GenerationConfig
+
+from sdpo.types import Completion, SamplingSettings
+
+
+class TransformersGenerator:
+    """Samples from the policy itself, so its completions carry no log-probs of their own."""
+
+    def __init__(
+        self,
+        get_model: Callable[[], nn.Module],
+        *,
+        accelerator: Accelerator,
+        tokenizer: Any,
+        eos_token_ids: Sequence[int],
+        sampling: SamplingSettings,
+    ):
+        self.get_model = get_model
+        self.accelerator = accelerator
+        self.tokenizer = tokenizer
+        self.config = generation_config(sampling, tokenizer=tokenizer, eos_token_ids=eos_token_ids)
+        self.eos_token_ids = frozenset(_as_list(self.config.eos_token_id))
+
+    def sync(self, step: int) -> None:
+        pass
+
+    @torch.no_grad()
+    def generate(self, prompt_ids: Sequence[list[int]]) -> list[Completion]:
+        model = self.accelerator.unwrap_model(self.get_model())
+        inputs = self.tokenizer.pad({"input_ids": list(prompt_ids)}, padding_side="left", return_tensors="pt")
+        inputs = inputs.to(self.accelerator.device)
+        with _sampling_mode(model, self.config), self.accelerator.autocast():
+            output = model.generate(
+                input_ids=inputs["input_ids"],
+                attention_mask=inputs["attention_mask"],
+                generation_config=self.config,
+            )
+        return [self._cut(ids) for ids in output[:, inputs["input_ids"].shape[1] :].tolist()]
+
+    def _cut(self, ids: list[int]) -> Completion:
+        """The completion up to its first end-of-sequence token; what stands after that is padding."""
+        for length, token in enumerate(ids, start=1):
+            if token in self.eos_token_ids:
+                return Completion(ids[:length], is_truncated=False)
+        return Completion(ids, is_truncated=True)
+
+
+def generation_config(sampling: SamplingSettings, *, tokenizer: Any, eos_token_ids: Sequence[int]) -> GenerationConfig:
+    """All that decides the distribution, said in full, so that nothing comes in from the model's own defaults."""
+    values: dict[str, Any] = {
+        "max_new_tokens": sampling.max_completion_length,
+        "do_sample": True,
+        "temperature": sampling.temperature,
+        "top_p": sampling.top_p,
+        "top_k": sampling.top_k,
+        "min_p": sampling.min_p,
+        "repetition_penalty": sampling.repetition_penalty,
+        "cache_implementation": sampling.cache_implementation,
+        "bos_token_id": tokenizer.bos_token_id,
+        "eos_token_id": list(eos_token_ids),
+        "pad_token_id": tokenizer.pad_token_id,
+        "use_cache": True,
+        "disable_compile": True,
+    }
+    return GenerationConfig(**{**values, **sampling.generation_kwargs})
+
+
+@contextmanager
+def _sampling_mode(model: nn.Module, config: GenerationConfig) -> Iterator[None]:
+    """Evaluation mode and this generation config inside; the model's own come back after.
+
+    `generate` fills what a passed config leaves open from the model's config, so that one is replaced as well. PEFT
+    copies its own onto the base model, so that is put back too.
+    """
+    was_training = model.training
+    holders = [model, model.get_base_model()] if is_peft_model(model) else [model]
+    own = [holder.generation_config for holder in holders]
+    model.eval()
+    model.generation_config = config
+    try:
+        yield
+    finally:
+        for holder, generation_config in zip(holders, own, strict=True):
+            holder.generation_config = generation_config
+        model.train(was_training)
+
+
+def _as_list(value: int | Sequence[int]) -> list[int]:
+    return [value] if isinstance(value, int) else list(value)

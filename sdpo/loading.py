@@ -1,0 +1,115 @@
+"""The policy and its tokenizer, from whatever the user passed."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from accelerate.utils import is_peft_model
+from torch import nn
+from transformers import (
+    AutoModelForCausalLM,
+    AutoProcessor,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
+from transformers.utils import logging
+
+from sdpo.config import SDPOConfig
+
+logger = logging.get_logger(__name__)
+
+
+def load_policy(model: str | nn.Module, args: SDPOConfig, *, peft_config: Any | None) -> nn.Module:
+    """The student: loaded from a path or id, or as passed, with a new adapter where `peft_config` asks for one.
+
+    A model given by name is loaded in float32 unless `model_init_kwargs` names a dtype.
+
+    Raises:
+        ValueError: `model_init_kwargs` with a model instance, or `peft_config` with a model that has an adapter.
+        TypeError: `model` or `peft_config` is of another kind.
+    """
+    if isinstance(model, str):
+        kwargs = {"dtype": "float32", **model_loading_kwargs(args)}
+        model = AutoModelForCausalLM.from_pretrained(model, **kwargs)
+    elif not isinstance(model, PreTrainedModel) and not is_peft_model(model):
+        raise TypeError(f"model must be a path, an id, a PreTrainedModel or a PeftModel, got {type(model).__name__}.")
+    elif args.model_init_kwargs:
+        raise ValueError(
+            f"model_init_kwargs={args.model_init_kwargs} cannot act on a model that is already loaded. Pass the "
+            "model's path or id, or leave model_init_kwargs out."
+        )
+    if peft_config is not None:
+        model = _add_adapter(model, peft_config)
+    if args.disable_dropout:
+        for module in model.modules():
+            if isinstance(module, nn.Dropout):
+                module.p = 0.0
+    if not any(p.requires_grad for p in model.parameters()):
+        raise ValueError("The model has no trainable parameter; unfreeze some, or pass peft_config.")
+    return model
+
+
+def model_loading_kwargs(args: SDPOConfig) -> dict[str, Any]:
+    """Arguments of `from_pretrained`; a new dictionary, `args.model_init_kwargs` stays as it is."""
+    return {"trust_remote_code": args.trust_remote_code, **(args.model_init_kwargs or {})}
+
+
+def _add_adapter(model: nn.Module, peft_config: Any) -> nn.Module:
+    from peft import PeftConfig, get_peft_model, prepare_model_for_kbit_training  # an optional path: imported late
+
+    if not isinstance(peft_config, PeftConfig):
+        raise TypeError(f"peft_config must be a peft.PeftConfig such as LoraConfig, got {type(peft_config).__name__}.")
+    if is_peft_model(model):
+        raise ValueError(
+            "The model already carries an adapter, and peft_config asks for another. Pass one of the two, or merge "
+            "the adapter first (model.merge_and_unload())."
+        )
+    if getattr(model, "quantization_method", None) is not None:
+        model = prepare_model_for_kbit_training(model)
+    return get_peft_model(model, peft_config)
+
+
+def load_processing_class(model: nn.Module, args: SDPOConfig) -> Any:
+    """The tokenizer (or processor) that belongs to the model, at the same revision."""
+    return AutoProcessor.from_pretrained(
+        model.config._name_or_path,
+        revision=(args.model_init_kwargs or {}).get("revision", "main"),
+        trust_remote_code=args.trust_remote_code,
+    )
+
+
+def check_vocabulary(model: nn.Module, tokenizer: PreTrainedTokenizerBase, *, topk: int | None) -> None:
+    """Makes sure that model and tokenizer speak the same ids.
+
+    Raises:
+        ValueError: the tokenizer has more tokens than the model has embeddings, or the support is larger than them.
+    """
+    num_embeddings = model.get_input_embeddings().weight.shape[0]
+    largest = max(tokenizer.get_vocab().values())
+    if largest >= num_embeddings:
+        raise ValueError(
+            f"The tokenizer's largest id is {largest}, but the model has embeddings for {num_embeddings} tokens. Pass "
+            "the tokenizer that belongs to the model, or call model.resize_token_embeddings(len(tokenizer))."
+        )
+    if topk is not None and topk > num_embeddings:
+        raise ValueError(f"distillation_topk={topk} is more than the model's {num_embeddings} tokens; lower it.")
+
+
+def check_launch(args: SDPOConfig) -> None:
+    """Makes sure that the run's layout is one that the step can be cut into.
+
+    Raises:
+        ValueError: several devices in one process, or a batch size that changes during the run.
+    """
+    if args.n_gpu > 1:
+        raise ValueError(
+            f"{args.n_gpu} devices in one process (nn.DataParallel) are not supported. Start one process a device: "
+            "accelerate launch or torchrun; or set CUDA_VISIBLE_DEVICES to one device."
+        )
+    if args.auto_find_batch_size:
+        raise ValueError(
+            "auto_find_batch_size=True would change the batch under a generation block. Set it to False and choose "
+            f"per_device_train_batch_size (now {args.per_device_train_batch_size}) yourself."
+        )

@@ -1,0 +1,144 @@
+"""Distances of a student S and a teacher T, per token, in nats.
+
+Every distance takes two aligned log-prob tensors over one support and returns one value a token, unreduced. The
+support is the vocabulary, the top k ids renormalized or with one more bucket for the rest, or the single sampled
+token. Where the log-probs came from is the caller's business. Half precision is computed in fp32; fp32 and fp64 stay
+as they are. No gradient reaches the teacher.
+
+A bucket without mass adds nothing to an expectation over it (0 log 0 = 0). Log-probs of masked positions can be
+anything, NaN included: pass them through `masked` first, since a `torch.where` after the logarithm is too late for the
+gradient.
+
+Letters: N tokens, V vocabulary, K support; ... is any number of leading dimensions, such as (N,) or (B, T).
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+
+def _upcast(values: Tensor) -> Tensor:
+    """The same values, in fp32 where they are in half precision."""
+    return values.float() if values.dtype in (torch.float16, torch.bfloat16) else values
+
+
+def _aligned(student_logps: Tensor, teacher_logps: Tensor) -> tuple[Tensor, Tensor]:
+    """Both log-probs (...), at least fp32, the teacher's off the graph."""
+    # Broadcasting would turn a misaligned support into a plausible number.
+    assert student_logps.shape == teacher_logps.shape, f"{student_logps.shape} != {teacher_logps.shape}"
+    return _upcast(student_logps), _upcast(teacher_logps.detach())
+
+
+def _kl(p_logps: Tensor, q_logps: Tensor) -> Tensor:
+    """KL(P||Q) (...) in nats of two log-probs (..., K): sum_k p_k (log p_k - log q_k)."""
+    # Where p underflows, p (log p - log q) would be 0 * inf, in the value or in the gradient. With both logs at 0 the
+    # bucket adds 1 * (0 - 0).
+    has_mass = p_logps > math.log(torch.finfo(p_logps.dtype).tiny)
+    p_logps = torch.where(has_mass, p_logps, 0.0)
+    q_logps = torch.where(has_mass, q_logps, 0.0)
+    return (p_logps.exp() * (p_logps - q_logps)).sum(dim=-1)
+
+
+def forward_kl(student_logps: Tensor, teacher_logps: Tensor) -> Tensor:
+    """KL(T||S) per token (...), in nats, of log-probs (..., K).
+
+    Its gradient with respect to the student's logits is p_s - p_t.
+    """
+    student_logps, teacher_logps = _aligned(student_logps, teacher_logps)
+    return _kl(teacher_logps, student_logps)
+
+
+def reverse_kl(student_logps: Tensor, teacher_logps: Tensor) -> Tensor:
+    """KL(S||T) per token (...), in nats, of log-probs (..., K): one summand of eq. 1 of arXiv 2601.20802.
+
+    Its gradient with respect to the student's logits is p_s (log p_s - log p_t - KL(S||T)).
+    """
+    student_logps, teacher_logps = _aligned(student_logps, teacher_logps)
+    return _kl(student_logps, teacher_logps)
+
+
+def jensen_shannon(student_logps: Tensor, teacher_logps: Tensor, *, alpha: float) -> Tensor:
+    """(1 - a) KL(S||M) + a KL(T||M) per token (...), in nats, with M = (1 - a) S + a T, of log-probs (..., K).
+
+    The generalized Jensen-Shannon divergence of arXiv 2306.13649, for `alpha` a strictly between 0 and 1. It lies
+    between 0 and the entropy of a coin of bias a, at most log 2. It tends to 0 at both ends, not to a KL:
+    D / a tends to KL(T||S) for a -> 0, and D / (1 - a) tends to KL(S||T) for a -> 1. A small `alpha` therefore also
+    scales the loss down.
+    """
+    student_logps, teacher_logps = _aligned(student_logps, teacher_logps)
+    # logaddexp(-inf, -inf) has a NaN gradient; the lowest finite number stands for "no mass" instead.
+    lowest = torch.finfo(student_logps.dtype).min
+    mixture_logps = torch.logaddexp(
+        student_logps.clamp(min=lowest) + math.log1p(-alpha), teacher_logps.clamp(min=lowest) + math.log(alpha)
+    )
+    return (1 - alpha) * _kl(student_logps, mixture_logps) + alpha * _kl(teacher_logps, mixture_logps)
+
+
+def divergence(student_logps: Tensor, teacher_logps: Tensor, *, alpha: float) -> Tensor:
+    """The divergence that `alpha` names, per token (...), in nats, of log-probs (..., K).
+
+    0: KL(T||S). 1: KL(S||T). Between: the Jensen-Shannon form, which does not meet either at its ends.
+    """
+    if alpha == 0:
+        return forward_kl(student_logps, teacher_logps)
+    if alpha == 1:
+        return reverse_kl(student_logps, teacher_logps)
+    return jensen_shannon(student_logps, teacher_logps, alpha=alpha)
+
+
+def sampled_token_kl(student_logp: Tensor, teacher_logp: Tensor) -> Tensor:
+    """Estimate log s - log t of KL(S||T) per token (...), in nats, from the log-probs (...) of a token drawn from S.
+
+    Value and gradient are both unbiased. The gradient is (log s - log t) d log s, the score-function estimator:
+    differentiating the value alone would give d log s, whose expectation is 0.
+    """
+    student_logp, teacher_logp = _aligned(student_logp, teacher_logp)
+    gap = (student_logp - teacher_logp).detach()
+    return gap + gap * (student_logp - student_logp.detach())
+
+
+def renormalize(logps: Tensor) -> Tensor:
+    """Log-probs (..., K) given that the token is in the support: they sum to 1 over the last dimension."""
+    return torch.log_softmax(_upcast(logps), dim=-1)
+
+
+def with_tail(logps: Tensor, log_tail: Tensor) -> Tensor:
+    """Log-probs (..., K + 1): the support (..., K), then one bucket for everything outside it (...).
+
+    Eq. 11 of arXiv 2601.20802. Both must be normalized by the logsumexp over the whole vocabulary.
+    """
+    return torch.cat([_upcast(logps), _upcast(log_tail).unsqueeze(-1)], dim=-1)
+
+
+def tail_logp(logits: Tensor, support_ids: Tensor, *, log_normalizer: Tensor | None = None) -> Tensor:
+    """Log of the mass outside the support (N,), in nats, of logits (N, V) and distinct ids (N, K); -inf where K = V.
+
+    The logsumexp of the complement less that of the vocabulary. The shorter log(1 - p) cancels: in fp32 it ends at
+    -16.6 where the tail is lighter still. `log_normalizer` (N,): the logsumexp over the vocabulary, where the caller
+    has it. Makes one tensor (N, V), the logits without the support.
+    """
+    logits = _upcast(logits)
+    if log_normalizer is None:
+        log_normalizer = logits.logsumexp(dim=-1)
+    return logits.scatter(-1, support_ids, -math.inf).logsumexp(dim=-1) - log_normalizer
+
+
+def masked(values: Tensor, mask: Tensor) -> Tensor:
+    """`values` (...) or (..., K) where `mask` (...) is true, else 0, which is also their gradient there.
+
+    To be applied to log-probs before anything is computed from them: what follows is then finite everywhere, whatever
+    padding holds.
+    """
+    return torch.where(mask.reshape(mask.shape + (1,) * (values.ndim - mask.ndim)), values, 0.0)
+
+
+def importance_weight(logps: Tensor, old_logps: Tensor, *, cap: float) -> Tensor:
+    """min(exp(logp - old_logp), cap) per token (...), without gradient, of log-probs (...) in nats.
+
+    Re-weighs tokens drawn under earlier weights to the current ones. Truncated above, where a few tokens could carry
+    the whole loss, and not below.
+    """
+    return (_upcast(logps.detach()) - _upcast(old_logps.detach())).exp().clamp(max=cap)

@@ -1,0 +1,104 @@
+"""Accumulators of what is logged. A mean keeps its numerator and denominator, so a mean of means never appears."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+Number = float | torch.Tensor
+
+
+def _float(value: Number) -> float:
+    return value.item() if isinstance(value, torch.Tensor) else float(value)
+
+
+class Metrics:
+    """Sums, counts and extremes by name since the last log.
+
+    Tensors are kept as they are and read once, at the log, so that adding a metric does not wait for the device.
+    """
+
+    def __init__(self) -> None:
+        self._sums: dict[str, list[tuple[Number, Number]]] = {}
+        self._lows: dict[str, list[float]] = {}
+        self._highs: dict[str, list[float]] = {}
+
+    def add(self, name: str, value: Number | None, count: Number = 1.0) -> None:
+        """Adds to a mean: `value` is a sum over `count` things. None and NaN count as nothing."""
+        if value is None or (not isinstance(value, torch.Tensor) and math.isnan(value)):
+            return
+        self._sums.setdefault(name, []).append((value, count))
+
+    def add_all(self, sums: Mapping[str, tuple[Number, Number]]) -> None:
+        """Adds (sum, count) pairs by name."""
+        for name, (value, count) in sums.items():
+            self.add(name, value, count)
+
+    def add_min(self, name: str, values: Iterable[float]) -> None:
+        """Adds to a minimum."""
+        self._lows.setdefault(name, []).extend(values)
+
+    def add_max(self, name: str, values: Iterable[float]) -> None:
+        """Adds to a maximum."""
+        self._highs.setdefault(name, []).extend(values)
+
+    def snapshot(self) -> dict[str, Any]:
+        """Plain numbers of all accumulators, for another rank to merge."""
+        pairs = {n: [(_float(v), _float(c)) for v, c in entries] for n, entries in self._sums.items()}
+        finite = {n: [(v, c) for v, c in entries if math.isfinite(v) and c > 0] for n, entries in pairs.items()}
+        return {
+            "sums": {n: (sum(v for v, _ in e), sum(c for _, c in e)) for n, e in finite.items()},
+            "lows": {n: min(values) for n, values in self._lows.items() if values},
+            "highs": {n: max(values) for n, values in self._highs.items() if values},
+        }
+
+    def clear(self) -> None:
+        """Forgets everything."""
+        self._sums.clear()
+        self._lows.clear()
+        self._highs.clear()
+
+
+class StageClock:
+    """Wall seconds by stage of a step since the last log."""
+
+    def __init__(self) -> None:
+        self._seconds: dict[str, float] = {}
+
+    @contextmanager
+    def timed(self, stage: str) -> Iterator[None]:
+        """Adds the time spent inside to the stage."""
+        start = time.perf_counter()
+        yield
+        self._seconds[stage] = self._seconds.get(stage, 0.0) + time.perf_counter() - start
+
+    def per_step(self, num_steps: int) -> dict[str, float]:
+        """Seconds an optimizer step by `time/<stage>`; starts over."""
+        values = {f"time/{stage}": seconds / max(num_steps, 1) for stage, seconds in self._seconds.items()}
+        self._seconds.clear()
+        return values
+
+
+def merge(snapshots: Iterable[Mapping[str, Any]]) -> dict[str, float | None]:
+    """Values to log: sum over sum, minimum of minima, maximum of maxima. None where nothing was counted.
+
+    A name need not be known to every snapshot.
+    """
+    sums: dict[str, tuple[float, float]] = {}
+    lows: dict[str, float] = {}
+    highs: dict[str, float] = {}
+    for snapshot in snapshots:
+        for name, (value, count) in snapshot["sums"].items():
+            total, number = sums.get(name, (0.0, 0.0))
+            sums[name] = (total + value, number + count)
+        for name, value in snapshot["lows"].items():
+            lows[name] = min(value, lows.get(name, math.inf))
+        for name, value in snapshot["highs"].items():
+            highs[name] = max(value, highs.get(name, -math.inf))
+    means = {name: total / number if number else None for name, (total, number) in sums.items()}
+    return {**means, **lows, **highs}

@@ -1,0 +1,411 @@
+"""The trainer: construction, and the order of the stages of a step."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel, Trainer, TrainerCallback, set_seed
+from transformers.trainer_utils import EvalLoopOutput
+from transformers.utils import logging
+
+from sdpo import distributed, forward, loading, tokenization
+from sdpo.callbacks import HOOKS, Diagnostics, TeacherUpdate
+from sdpo.collate import collate, count_trained, join_logps, teacher_context_tensors
+from sdpo.config import SDPOConfig
+from sdpo.data import BlockLoader, BlockShape, Example, block_loader, check_dataset, columns_to_keep
+from sdpo.generation import Generator, build_generator
+from sdpo.losses.objective import blend, objective
+from sdpo.losses.policy import group_advantages
+from sdpo.metrics import Metrics, StageClock, merge
+from sdpo.observe import observe_rewards, observe_rows
+from sdpo.reprompt import build_teacher_contexts, context_metrics, fit_teacher_prompt
+from sdpo.rewards import RewardScorer
+from sdpo.teacher import Teacher, build_teacher, copy_policy
+from sdpo.types import Phase, Rollout, Row, ScoredRollout, TeacherContext, TrainingBatch
+
+logger = logging.get_logger(__name__)
+
+
+@dataclass(slots=True)
+class Block:
+    """The microbatches of one generation, and how many uses of them are over."""
+
+    batches: list[TrainingBatch]
+    num_used: int = 0
+
+    def next(self) -> TrainingBatch:
+        batch = self.batches[self.num_used % len(self.batches)]
+        self.num_used += 1
+        return batch
+
+
+class SDPOTrainer(Trainer):
+    """Trains a language model by self-distillation (SDPO, arXiv 2601.20802), with a policy gradient blended in at will.
+
+    Args:
+        model: path or id of a causal language model, a `PreTrainedModel`, or a `PeftModel`.
+        reward_funcs: one or several of: a callable `f(prompts, completions, completion_ids, **columns,
+            trainer_state)` that returns a number, None or `Score(reward, feedback)` for each completion (it may be
+            async); a sequence-classification model; the path or id of one.
+        args: defaults to `SDPOConfig()`.
+        train_dataset, eval_dataset: rows with a `prompt` (string or messages), optionally `privileged_context`, and
+            any columns that the reward functions read. A map-style dataset, or a stream with `max_steps`.
+        processing_class: tokenizer or processor; loaded from the model's own folder by default.
+        reward_processing_classes: tokenizers of reward models, one a reward function.
+        callbacks, optimizers: as in `Trainer`. Callbacks may define the hooks of `SDPOCallback`.
+        peft_config: adds an adapter to the model.
+
+    Raises:
+        ValueError: settings, data, rewards or model that cannot work together; the message says which and what to do.
+        TypeError: an argument of another kind.
+    """
+
+    loss_is_scaled_for_ga = True
+    _tag_names = ("sdpo",)
+
+    def __init__(
+        self,
+        model: str | PreTrainedModel | nn.Module,
+        reward_funcs: Any = None,
+        args: SDPOConfig | None = None,
+        train_dataset: Any = None,
+        eval_dataset: Any = None,
+        processing_class: Any = None,
+        reward_processing_classes: Any = None,
+        callbacks: list[TrainerCallback] | None = None,
+        optimizers: tuple[torch.optim.Optimizer | None, torch.optim.lr_scheduler.LambdaLR | None] = (None, None),
+        peft_config: Any = None,
+    ):
+        args = SDPOConfig() if args is None else args
+        set_seed(args.seed)  # an adapter's first weights are random
+        model = loading.load_policy(model, args, peft_config=peft_config)
+        if processing_class is None:
+            processing_class = loading.load_processing_class(model, args)
+        tokenizer = tokenization.text_tokenizer(processing_class)
+        tokenization.ensure_pad_token(tokenizer)
+        loading.check_vocabulary(model, tokenizer, topk=args.distillation_topk)
+        self.tokenizer = tokenization.PromptTokenizer(
+            processing_class,
+            max_prompt_length=args.max_prompt_length,
+            chat_template_kwargs=args.chat_template_kwargs or {},
+            eos_token_ids=tokenization.eos_token_ids(model.generation_config, tokenizer),
+        )
+        for name, dataset in _named_datasets(train_dataset, eval_dataset):
+            self.tokenizer.check_prompts(check_dataset(dataset, name=name))
+        super().__init__(
+            model=model,
+            args=args,
+            data_collator=list,
+            train_dataset=train_dataset,
+            eval_dataset=eval_dataset,
+            processing_class=processing_class,
+            callbacks=callbacks,
+            optimizers=optimizers,
+        )
+        loading.check_launch(args)
+        forward.check_head(self.model)
+        self.scorer = RewardScorer(
+            reward_funcs,
+            reward_weights=args.reward_weights,
+            reward_processing_classes=reward_processing_classes,
+            chat_template_kwargs=args.chat_template_kwargs or {},
+            model_init_kwargs=args.model_init_kwargs,
+            trust_remote_code=args.trust_remote_code,
+            device=self.accelerator.device,
+        )
+        self.columns = columns_to_keep(self.scorer.functions, remove_unused=args.remove_unused_columns)
+        self.generator: Generator = build_generator(
+            use_vllm=args.use_vllm,
+            get_model=lambda: self.model_wrapped,
+            accelerator=self.accelerator,
+            tokenizer=tokenizer,
+            eos_token_ids=self.tokenizer.eos_token_ids,
+            sampling=args.sampling,
+        )
+        self.teacher: Teacher | None = None
+        if args.distillation_weight > 0:
+            self.teacher = build_teacher(self.model, args.teacher)
+            self.add_callback(TeacherUpdate(self.teacher))
+        self.reference = copy_policy(self.model) if args.beta > 0 and args.distillation_weight < 1 else None
+        self.block: Block | None = None
+        self.metrics: dict[Phase, Metrics] = {"train": Metrics(), "eval": Metrics()}
+        self.clock = StageClock()
+        self._logged_step = 0
+        self.diagnostics = Diagnostics(
+            interval=args.diagnostics_warning_interval,
+            tolerance=args.diagnostics_flat_tolerance,
+            threshold=args.success_reward_threshold,
+        )
+        self.model.add_model_tags(list(self._tag_names))
+
+    # --- data -------------------------------------------------------------------------------------
+
+    def get_train_dataloader(self) -> BlockLoader:
+        if self.train_dataset is None:
+            raise ValueError("train() needs a train_dataset; pass one to SDPOTrainer.")
+        args = self.args
+        shape = self._shape(
+            prompts_per_block=args.generation_batch_size // args.num_generations,
+            num_generations=args.num_generations,
+            num_uses=args.steps_per_generation * args.num_iterations,
+        )
+        return self._loader(self.train_dataset, shape, shuffle=args.shuffle_dataset, fill_last=True)
+
+    def get_eval_dataloader(self, eval_dataset: Any = None) -> BlockLoader:
+        if isinstance(eval_dataset, str):
+            eval_dataset = self.eval_dataset[eval_dataset]
+        dataset = self.eval_dataset if eval_dataset is None else eval_dataset
+        if dataset is None:
+            raise ValueError("evaluate() needs an eval_dataset; pass one to SDPOTrainer or to evaluate().")
+        num_generations = self._num_generations("eval")
+        # A block holds whole groups: one at least, and no more rows than the evaluation batch where those fit.
+        prompts = max(1, self.args.eval_batch_size * self.args.world_size // num_generations)
+        shape = self._shape(prompts_per_block=prompts, num_generations=num_generations, num_uses=1)
+        return self._loader(dataset, shape, shuffle=False, fill_last=False)
+
+    def _shape(self, *, prompts_per_block: int, num_generations: int, num_uses: int) -> BlockShape:
+        rank, world_size = self.args.process_index, self.args.world_size
+        return BlockShape(prompts_per_block, num_generations, num_uses, rank=rank, world_size=world_size)
+
+    def _loader(self, dataset: Any, shape: BlockShape, *, shuffle: bool, fill_last: bool) -> BlockLoader:
+        return block_loader(
+            dataset,
+            shape,
+            columns=self.columns,
+            shuffle=shuffle,
+            seed=self.args.seed if self.args.data_seed is None else self.args.data_seed,
+            fill_last=fill_last and not self.args.dataloader_drop_last,
+            drop_last=fill_last and self.args.dataloader_drop_last,
+            num_workers=self.args.dataloader_num_workers,
+        )
+
+    def _num_generations(self, phase: Phase) -> int:
+        if phase == "eval" and self.args.num_generations_eval is not None:
+            return self.args.num_generations_eval
+        return self.args.num_generations
+
+    # --- the step ---------------------------------------------------------------------------------
+
+    def get_batch_samples(
+        self, epoch_iterator: Iterator[list[Example]], num_batches: int, device: torch.device
+    ) -> tuple[list[TrainingBatch], float]:
+        """Microbatches of one optimizer step; collects new rollouts when the last block is used up."""
+        step: list[TrainingBatch] = []
+        for _ in range(num_batches):
+            examples = next(epoch_iterator, None)
+            if examples is None:
+                break
+            if examples:  # an empty list stands for one more use of the block
+                self.block = Block(self.collect(examples, "train"))
+            step.append(self.block.next())
+        counts = distributed.sum_counts([count_trained(batch) for batch in step], self.accelerator)
+        return [replace(batch, counts=counts) for batch in step], counts.policy_tokens
+
+    def collect(self, examples: Sequence[Example], phase: Phase) -> list[TrainingBatch]:
+        """One generation block of this rank: from dataset rows to padded microbatches."""
+        with self.clock.timed("generation"):
+            rollouts = self.roll_out(examples, phase)
+        with self.clock.timed("scoring"):
+            scored = self.scorer.score(rollouts, examples, trainer_state=self.state)
+        with self.clock.timed("contexts"):
+            rows = self._add_contexts(scored, phase)
+        with self.clock.timed("collation"):
+            size = self.args.per_device_train_batch_size if phase == "train" else self.args.eval_batch_size
+            batches = [self._collate(rows[i : i + size]) for i in range(0, len(rows), size)]
+        with self.clock.timed("logps"):
+            batches = self._add_logps(batches, phase)
+        self._call_hooks(rows, batches, phase)
+        return batches
+
+    def roll_out(self, examples: Sequence[Example], phase: Phase) -> list[Rollout]:
+        """Completions of this rank's rows."""
+        prompts = [example["prompt"] for example in examples]
+        self.tokenizer.check_prompts(prompts)
+        encoded = self.tokenizer.encode_prompts(prompts)
+        if num_cut := sum(was_cut for _, was_cut in encoded):
+            logger.warning_once(
+                f"{num_cut} of {len(encoded)} prompts of a block are longer than max_prompt_length="
+                f"{self.args.max_prompt_length} tokens and were cut from the left; the metric "
+                "prompts/truncated_fraction counts them."
+            )
+        self.generator.sync(self.state.global_step)
+        completions = self.generator.generate([ids for ids, _ in encoded])
+        texts = self.tokenizer.decode_batch([completion.ids for completion in completions])
+        start = distributed.first_row(len(examples), self.accelerator)
+        num_generations = self._num_generations(phase)
+        return [
+            Rollout((start + i) // num_generations, prompts[i], ids, completions[i], texts[i], was_cut)
+            for i, (ids, was_cut) in enumerate(encoded)
+        ]
+
+    def _add_contexts(self, scored: list[ScoredRollout], phase: Phase) -> list[Row]:
+        """Advantages and teacher prompts of this rank's rows, made from whole groups over all ranks."""
+        world = distributed.gather_rows(scored, self.accelerator)
+        start = distributed.first_row(len(scored), self.accelerator)
+        rewards = torch.tensor([float("nan") if row.reward is None else row.reward for row in world])
+        groups = torch.tensor([row.rollout.group for row in world])
+        advantages = group_advantages(rewards, groups, scale=self.args.scale_rewards).tolist()
+        contexts = build_teacher_contexts(world, self.args.reprompt)
+        rows = [self._row(row, contexts[start + i], advantages[start + i]) for i, row in enumerate(scored)]
+        self._observe(world, contexts, rows, phase)
+        return rows
+
+    def _row(self, scored: ScoredRollout, context: TeacherContext, advantage: float) -> Row:
+        rollout = scored.rollout
+        prompt, prompt_ids, is_shortened = rollout.prompt, rollout.prompt_ids, False
+        if context.is_informative:
+            prompt, context, is_shortened = fit_teacher_prompt(
+                rollout.prompt, context, self.args.reprompt, count_tokens=lambda p: len(self.tokenizer.encode([p])[0])
+            )
+        if context.is_informative:
+            [prompt_ids] = self.tokenizer.encode([prompt])
+        return Row(scored, context, prompt, prompt_ids, is_shortened, advantage)
+
+    def _collate(self, rows: Sequence[Row]) -> TrainingBatch:
+        return collate(
+            rows,
+            pad_token_id=self.tokenizer.tokenizer.pad_token_id,
+            mask_truncated_completions=self.args.mask_truncated_completions,
+        )
+
+    @torch.no_grad()
+    def _add_logps(self, batches: list[TrainingBatch], phase: Phase) -> list[TrainingBatch]:
+        """Log-probs under the weights of now, where a later step will need them, and under the reference policy."""
+        uses = self.args.steps_per_generation * self.args.num_iterations
+        is_reused = phase == "train" and self.args.gradient_accumulation_steps % uses != 0
+        models = {"old_logps": self.model if is_reused else None, "reference_logps": self.reference}
+        for field, model in models.items():
+            if model is not None:
+                was_training = model.training
+                model.eval()
+                batches = [replace(batch, **{field: self._logps(model, batch)}) for batch in batches]
+                model.train(was_training)
+        return batches
+
+    def _logps(self, model: nn.Module, batch: TrainingBatch) -> Tensor:
+        head = forward.find_head(self.accelerator.unwrap_model(model))
+        with self.compute_loss_context_manager():
+            batch = batch.to(self.accelerator.device)
+            return forward.completion_logps(model, head, batch, temperature=self.args.temperature).cpu()
+
+    def compute_loss(
+        self, model: nn.Module, inputs: TrainingBatch, return_outputs: bool = False, num_items_in_batch: Any = None
+    ) -> Tensor:
+        """This microbatch's share of the step's loss; the sum over microbatches and ranks is the step's loss."""
+        if return_outputs:
+            raise ValueError("SDPOTrainer returns a loss only; there are no outputs to return.")
+        settings = self.args.objective
+        taught_by = self.teacher.model if self.teacher is not None else None
+        terms = forward.token_terms(
+            model,
+            forward.find_head(self.accelerator.unwrap_model(model)),
+            inputs,
+            settings,
+            teacher=taught_by,
+            teacher_head=forward.find_head(taught_by) if taught_by is not None else None,
+        )
+        loss = objective(terms, inputs, settings)
+        self.metrics["train" if model.training else "eval"].add_all(loss.sums)
+        # The wrapper averages gradients over ranks, and the counts are already those of all ranks.
+        return loss.loss * self.accelerator.num_processes
+
+    def training_step(self, model: nn.Module, inputs: TrainingBatch, num_items_in_batch: Any = None) -> Tensor:
+        with self.clock.timed("train"):
+            return super().training_step(model, inputs, num_items_in_batch)
+
+    def _prepare_inputs(self, inputs: TrainingBatch) -> TrainingBatch:
+        return inputs.to(self.args.device)
+
+    def floating_point_ops(self, inputs: TrainingBatch) -> int:
+        return super().floating_point_ops({self.model.main_input_name: inputs.student_ids})
+
+    def _track_num_input_tokens(self, inputs: TrainingBatch) -> None:
+        names = {self.model.main_input_name: inputs.student_ids, "attention_mask": inputs.student_mask}
+        super()._track_num_input_tokens(names)
+
+    # --- evaluation and logging -------------------------------------------------------------------
+
+    def prediction_step(
+        self, model: nn.Module, inputs: list[Example], prediction_loss_only: bool, ignore_keys: Any = None
+    ) -> tuple[None, None, None]:
+        """Adds the evaluation metrics of a block; `evaluation_loop` makes the loss of their sums."""
+        for batch in self.collect(inputs, "eval"):
+            with torch.no_grad(), self.compute_loss_context_manager():
+                self.compute_loss(model, self._prepare_inputs(batch))
+        return None, None, None
+
+    def evaluation_loop(self, *args: Any, metric_key_prefix: str = "eval", **kwargs: Any) -> EvalLoopOutput:
+        self.metrics["eval"].clear()
+        output = super().evaluation_loop(*args, metric_key_prefix=metric_key_prefix, **kwargs)
+        values = self._drain("eval")
+        values["loss"] = blend(
+            values.get("self_distillation/policy_loss") or 0.0,
+            values.get("self_distillation/distillation_loss") or 0.0,
+            weight=self.args.distillation_weight,
+        )
+        named = {f"{metric_key_prefix}_{name}": value for name, value in values.items()}
+        return output._replace(metrics={**(output.metrics or {}), **named})
+
+    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        if "loss" in logs or "train_loss" in logs:  # a log of training, not of an evaluation
+            num_steps = self.state.global_step - self._logged_step
+            self._logged_step = self.state.global_step
+            logs = {**logs, **self._drain("train"), **self.clock.per_step(num_steps)}
+        super().log(logs, start_time)
+
+    def _drain(self, phase: Phase) -> dict[str, Any]:
+        values = merge(distributed.gather_values(self.metrics[phase].snapshot(), self.accelerator))
+        self.metrics[phase].clear()
+        return values
+
+    def _observe(
+        self, world: list[ScoredRollout], contexts: list[TeacherContext], rows: list[Row], phase: Phase
+    ) -> None:
+        metrics = self.metrics[phase]
+        is_flat = observe_rewards(metrics, world, tolerance=self.diagnostics.tolerance)
+        observe_rows(metrics, rows)
+        found = context_metrics(world, contexts, self.args.reprompt)
+        metrics.add_all(found)
+        is_distilling = self.args.distillation_weight > 0
+        if is_distilling and not self.args.include_environment_feedback and any(row.feedback for row in world):
+            logger.warning_once(
+                "There is feedback about the attempts (from a reward function or the column privileged_context), but "
+                "include_environment_feedback=False keeps it from the teacher. Set it to True to use it."
+            )
+        self.diagnostics.observe(
+            phase,
+            flat_rewards=is_flat and self.args.distillation_weight < 1,
+            no_success=found["self_distillation/success_group_fraction"][0] == 0,
+            inactive=is_distilling and found["self_distillation/reprompt_sample_fraction"][0] == 0,
+        )
+
+    def _call_hooks(self, rows: Sequence[Row], batches: Sequence[TrainingBatch], phase: Phase) -> None:
+        """Calls the documented hooks of every callback that defines them, in the order of a block's stages."""
+        events = ["on_teacher_context_built", "on_self_distillation_batch_prepared"]
+        events += ["on_generation_batch_built"] if phase == "train" else []
+        calls = [(e, m) for e in events for c in self.callback_handler.callbacks if (m := getattr(c, e, None))]
+        if not calls:
+            return
+        payload: dict[str, Any] = teacher_context_tensors(rows, pad_token_id=self.tokenizer.tokenizer.pad_token_id)
+        payload["old_per_token_logps"] = join_logps([batch.old_logps for batch in batches])
+        payload["generate_every"] = self.args.steps_per_generation * self.args.num_iterations
+        payload["steps_per_generation"] = self.args.steps_per_generation
+        for event, method in calls:
+            method(
+                args=self.args,
+                state=self.state,
+                control=self.control,
+                model=self.model,
+                processing_class=self.processing_class,
+                **{name: payload[name] for name in HOOKS[event]},
+            )
+
+
+def _named_datasets(train: Any, evaluation: Any) -> list[tuple[str, Any]]:
+    by_name = evaluation if isinstance(evaluation, dict) else {"": evaluation}
+    named = [("train_dataset", train), *((f"eval_dataset {key}".strip(), value) for key, value in by_name.items())]
+    return [(name, dataset) for name, dataset in named if dataset is not None]

@@ -1,0 +1,384 @@
+"""Divergences are what their formulas say: worked values, analytic gradients, limits, and what must have no effect."""
+
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+from sdpo.losses.divergence import (
+    divergence,
+    forward_kl,
+    importance_weight,
+    jensen_shannon,
+    masked,
+    renormalize,
+    reverse_kl,
+    sampled_token_kl,
+    tail_logp,
+    with_tail,
+)
+
+LN2, LN3 = math.log(2), math.log(3)
+ALPHAS = [0.0, 0.1, 0.5, 0.9, 1.0]
+
+
+def logs(*probs: float, dtype: torch.dtype = torch.float64) -> Tensor:
+    """Log-probs (K,); a zero becomes -inf."""
+    return torch.tensor(probs, dtype=dtype).log()
+
+
+def random_logits(seed: int, *shape: int, spread: float = 2.0) -> tuple[Tensor, Tensor]:
+    """Student logits, on a leaf with gradient, and teacher logits, both fp64."""
+    generator = torch.Generator().manual_seed(seed)
+    student = spread * torch.randn(shape, generator=generator, dtype=torch.float64)
+    teacher = spread * torch.randn(shape, generator=generator, dtype=torch.float64)
+    return student.requires_grad_(), teacher
+
+
+def close(actual: Tensor, expected: float | Tensor, *, atol: float = 1e-12) -> None:
+    expected = torch.as_tensor(expected, dtype=actual.dtype)
+    torch.testing.assert_close(actual, expected.expand_as(actual), rtol=0, atol=atol)
+
+
+# --- values ----------------------------------------------------------------------------------------------------------
+
+
+def test_forward_kl_of_two_outcomes():
+    # S = (1/4, 3/4), T = (1/2, 1/2): 1/2 ln 2 + 1/2 ln(2/3) = ln 2 - 1/2 ln 3
+    close(forward_kl(logs(0.25, 0.75), logs(0.5, 0.5)), LN2 - 0.5 * LN3)
+
+
+def test_reverse_kl_of_two_outcomes():
+    # S = (1/4, 3/4), T = (1/2, 1/2): 1/4 ln(1/2) + 3/4 ln(3/2) = 3/4 ln 3 - ln 2
+    close(reverse_kl(logs(0.25, 0.75), logs(0.5, 0.5)), 0.75 * LN3 - LN2)
+
+
+def test_jensen_shannon_of_disjoint_outcomes_is_the_entropy_of_the_coin():
+    # S = (1, 0), T = (0, 1), a = 1/4: M = (3/4, 1/4), D = 3/4 ln(4/3) + 1/4 ln 4
+    expected = 0.75 * math.log(4 / 3) + 0.25 * math.log(4)
+    close(jensen_shannon(logs(1, 0), logs(0, 1), alpha=0.25), expected)
+
+
+def test_jensen_shannon_of_two_outcomes():
+    # S = (1/4, 3/4), T = (3/4, 1/4), a = 1/2: M = (1/2, 1/2), KL(S||M) = KL(T||M) = 1/4 ln(1/2) + 3/4 ln(3/2)
+    close(jensen_shannon(logs(0.25, 0.75), logs(0.75, 0.25), alpha=0.5), 0.75 * LN3 - LN2)
+
+
+def test_jensen_shannon_weighs_each_side_by_its_own_share():
+    # S = (1, 0), T = (1/2, 1/2), a = 1/4: M = (7/8, 1/8).
+    # KL(S||M) = ln(8/7); KL(T||M) = 1/2 ln(4/7) + 1/2 ln 4 = 1/2 ln(16/7)
+    expected = 0.75 * math.log(8 / 7) + 0.25 * 0.5 * math.log(16 / 7)
+    close(jensen_shannon(logs(1, 0), logs(0.5, 0.5), alpha=0.25), expected)
+
+
+def test_jensen_shannon_at_one_half_is_symmetric():
+    student, teacher = logs(0.1, 0.2, 0.7), logs(0.5, 0.4, 0.1)
+    close(jensen_shannon(student, teacher, alpha=0.5), jensen_shannon(teacher, student, alpha=0.5))
+
+
+@pytest.mark.parametrize("alpha", [0.1, 0.5, 0.9])
+def test_jensen_shannon_never_exceeds_the_entropy_of_a_coin_of_bias_alpha(alpha: float):
+    student, teacher = random_logits(0, 200, 5, spread=20.0)
+    value = jensen_shannon(student.log_softmax(-1), teacher.log_softmax(-1), alpha=alpha)
+    bound = -alpha * math.log(alpha) - (1 - alpha) * math.log(1 - alpha)
+    assert bound <= LN2
+    assert value.min() >= -1e-12
+    assert value.max() <= bound + 1e-12
+    assert value.max() > 0.99 * bound  # near-disjoint rows come close to it
+
+
+def test_jensen_shannon_over_alpha_tends_to_forward_kl():
+    # The weighted sum itself tends to 0 at both ends; D / a = KL(T||S) + O(a).
+    student, teacher = logs(0.1, 0.2, 0.7), logs(0.5, 0.4, 0.1)
+    alpha = 1e-6
+    close(jensen_shannon(student, teacher, alpha=alpha) / alpha, forward_kl(student, teacher), atol=1e-5)
+    close(jensen_shannon(student, teacher, alpha=alpha), 0.0, atol=1e-5)
+
+
+def test_jensen_shannon_over_one_minus_alpha_tends_to_reverse_kl():
+    student, teacher = logs(0.1, 0.2, 0.7), logs(0.5, 0.4, 0.1)
+    alpha = 1 - 1e-6
+    close(jensen_shannon(student, teacher, alpha=alpha) / (1 - alpha), reverse_kl(student, teacher), atol=1e-5)
+    close(jensen_shannon(student, teacher, alpha=alpha), 0.0, atol=1e-5)
+
+
+def test_alpha_0_is_forward_kl_alpha_1_reverse_kl_and_between_jensen_shannon():
+    student, teacher = logs(0.1, 0.2, 0.7), logs(0.5, 0.4, 0.1)
+    assert divergence(student, teacher, alpha=0.0) == forward_kl(student, teacher)
+    assert divergence(student, teacher, alpha=1.0) == reverse_kl(student, teacher)
+    assert divergence(student, teacher, alpha=0.3) == jensen_shannon(student, teacher, alpha=0.3)
+    assert forward_kl(student, teacher) != reverse_kl(student, teacher)
+
+
+@pytest.mark.parametrize("alpha", ALPHAS)
+def test_divergence_of_equal_distributions_is_zero_with_zero_gradient(alpha: float):
+    student, _ = random_logits(1, 3, 5)
+    value = divergence(student.log_softmax(-1), student.detach().log_softmax(-1), alpha=alpha)
+    close(value, 0.0)
+    close(torch.autograd.grad(value.sum(), student)[0], 0.0)
+
+
+@pytest.mark.parametrize("alpha", ALPHAS)
+def test_one_value_per_token_whatever_the_leading_dimensions(alpha: float):
+    student, teacher = (x.log_softmax(-1) for x in random_logits(2, 2, 3, 5))
+    value = divergence(student, teacher, alpha=alpha)
+    assert value.shape == (2, 3)
+    close(value[1, 2], divergence(student[1, 2], teacher[1, 2], alpha=alpha))
+
+
+@pytest.mark.parametrize("alpha", ALPHAS)
+def test_half_precision_is_computed_in_fp32(alpha: float):
+    student, teacher = (x.log_softmax(-1).bfloat16() for x in random_logits(3, 4, 50))
+    value = divergence(student, teacher, alpha=alpha)
+    assert value.dtype == torch.float32
+    torch.testing.assert_close(value, divergence(student.float(), teacher.float(), alpha=alpha), rtol=0, atol=0)
+
+
+def test_a_teacher_over_another_support_is_refused_not_broadcast():
+    with pytest.raises(AssertionError):
+        forward_kl(logs(0.5, 0.5).expand(3, 2), logs(0.5, 0.5))
+
+
+# --- gradients -------------------------------------------------------------------------------------------------------
+
+
+def test_gradient_of_forward_kl_is_student_minus_teacher():
+    student, teacher = random_logits(4, 3, 5)
+    (grad,) = torch.autograd.grad(forward_kl(student.log_softmax(-1), teacher.log_softmax(-1)).sum(), student)
+    close(grad, student.softmax(-1) - teacher.softmax(-1))
+
+
+def test_gradient_of_reverse_kl_is_the_centered_log_ratio_weighted_by_the_student():
+    student, teacher = random_logits(5, 3, 5)
+    value = reverse_kl(student.log_softmax(-1), teacher.log_softmax(-1))
+    (grad,) = torch.autograd.grad(value.sum(), student)
+    log_ratio = student.log_softmax(-1) - teacher.log_softmax(-1)
+    close(grad, student.softmax(-1) * (log_ratio - value.unsqueeze(-1)))
+
+
+@pytest.mark.parametrize("alpha", ALPHAS)
+def test_gradient_agrees_with_finite_differences(alpha: float):
+    student, teacher = random_logits(6, 3, 5)
+
+    def value(logits: Tensor) -> Tensor:
+        return divergence(logits.log_softmax(-1), teacher.log_softmax(-1), alpha=alpha)
+
+    assert torch.autograd.gradcheck(value, student)
+
+
+@pytest.mark.parametrize("has_tail", [False, True])
+@pytest.mark.parametrize("alpha", ALPHAS)
+def test_gradient_on_the_top_k_agrees_with_finite_differences(alpha: float, has_tail: bool):
+    student, teacher = random_logits(7, 3, 6)
+    support = student.topk(2).indices
+
+    def view(logits: Tensor) -> Tensor:
+        top = logits.log_softmax(-1).gather(-1, support)
+        return with_tail(top, tail_logp(logits, support)) if has_tail else renormalize(top)
+
+    assert torch.autograd.gradcheck(lambda x: divergence(view(x), view(teacher), alpha=alpha), student)
+
+
+def test_expected_gradient_of_the_sampled_token_is_that_of_reverse_kl():
+    student, teacher = random_logits(8, 5)
+    student_logps, teacher_logps = student.log_softmax(-1), teacher.log_softmax(-1)
+    # The expectation over tokens drawn from the student, exactly: every token of the vocabulary, by its probability.
+    expectation = (student.detach().softmax(-1) * sampled_token_kl(student_logps, teacher_logps)).sum()
+    exact = reverse_kl(student_logps, teacher_logps)
+    close(expectation, exact)
+    (grad,) = torch.autograd.grad(expectation, student, retain_graph=True)
+    close(grad, torch.autograd.grad(exact, student)[0])
+
+
+def test_sampled_token_has_the_log_ratio_as_value_and_as_factor_of_the_gradient():
+    student_logp = logs(0.8, 0.1).requires_grad_()
+    value = sampled_token_kl(student_logp, logs(0.2, 0.4))
+    # ln(0.8 / 0.2) = 2 ln 2; ln(0.1 / 0.4) = -2 ln 2
+    expected = torch.tensor([2 * LN2, -2 * LN2], dtype=torch.float64)
+    close(value, expected)
+    close(torch.autograd.grad(value.sum(), student_logp)[0], expected)
+
+
+@pytest.mark.parametrize("distance", [forward_kl, reverse_kl, sampled_token_kl])
+def test_no_gradient_reaches_the_teacher(distance):
+    student, teacher = random_logits(9, 3, 5)
+    teacher.requires_grad_()
+    distance(student.log_softmax(-1), teacher.log_softmax(-1)).sum().backward()
+    assert student.grad is not None
+    assert teacher.grad is None
+
+
+def test_no_gradient_reaches_the_teacher_through_the_mixture():
+    student, teacher = random_logits(10, 3, 5)
+    teacher.requires_grad_()
+    jensen_shannon(student.log_softmax(-1), teacher.log_softmax(-1), alpha=0.5).sum().backward()
+    assert student.grad is not None
+    assert teacher.grad is None
+
+
+# --- supports --------------------------------------------------------------------------------------------------------
+
+
+def test_renormalized_top_k_sums_to_one_and_keeps_ratios():
+    # (0.6, 0.2) of a vocabulary of four: 0.6 / 0.8 and 0.2 / 0.8
+    close(renormalize(logs(0.6, 0.2)).exp(), torch.tensor([0.75, 0.25], dtype=torch.float64))
+
+
+def test_tail_is_the_mass_outside_the_support():
+    # softmax of these logits is (0.1, 0.2, 0.3, 0.4); outside ids (3, 1) are 0.1 + 0.3
+    logits = logs(0.1, 0.2, 0.3, 0.4).add(5.0).unsqueeze(0)
+    ids = torch.tensor([[3, 1]])
+    close(tail_logp(logits, ids).exp(), 0.4)
+    close(tail_logp(logits, ids, log_normalizer=torch.tensor([5.0], dtype=torch.float64)).exp(), 0.4)
+    full = with_tail(logits.log_softmax(-1).gather(-1, ids), tail_logp(logits, ids))
+    close(full.exp(), torch.tensor([[0.4, 0.2, 0.4]], dtype=torch.float64))
+
+
+def test_tail_of_bf16_logits_is_computed_in_fp32():
+    logits = torch.tensor([[2.0, 1.0, 0.5]], dtype=torch.bfloat16)
+    ids = torch.tensor([[0]])
+    assert tail_logp(logits, ids).dtype == torch.float32
+    assert torch.equal(tail_logp(logits, ids), tail_logp(logits.float(), ids))
+
+
+def test_tail_in_fp32_is_accurate_at_minus_59_nats_where_log_of_one_minus_p_is_not():
+    logits, ids = torch.tensor([[59.0, 0.0]]), torch.tensor([[0]])
+    # ln(1 / (1 + e^59)) = -59 - e^-59
+    close(tail_logp(logits, ids), -59.0, atol=1e-5)
+    p = logits.log_softmax(-1)[:, 0].exp()
+    assert torch.log(1 - p).item() == -math.inf
+
+
+@pytest.mark.parametrize("has_tail", [False, True])
+@pytest.mark.parametrize("alpha", ALPHAS)
+def test_a_support_that_is_the_vocabulary_equals_the_full_divergence(alpha: float, has_tail: bool):
+    student, teacher = random_logits(11, 4, 6)
+    support = student.topk(6).indices
+
+    def view(logits: Tensor) -> Tensor:
+        top = logits.log_softmax(-1).gather(-1, support)
+        return with_tail(top, tail_logp(logits, support)) if has_tail else renormalize(top)
+
+    value = divergence(view(student), view(teacher), alpha=alpha)
+    full = divergence(student.log_softmax(-1), teacher.log_softmax(-1), alpha=alpha)
+    close(value, full)
+    (grad,) = torch.autograd.grad(value.sum(), student)
+    assert torch.isfinite(grad).all()
+    close(grad, torch.autograd.grad(full.sum(), student)[0])
+
+
+@pytest.mark.parametrize("alpha", ALPHAS)
+def test_a_lumped_tail_never_exceeds_the_full_divergence(alpha: float):
+    for seed in range(20):
+        student, teacher = random_logits(100 + seed, 50, 8, spread=0.5 + seed)
+        full = divergence(student.log_softmax(-1), teacher.log_softmax(-1), alpha=alpha)
+        for k in (1, 3, 7):
+            ids = student.topk(k).indices
+            views = [with_tail(x.log_softmax(-1).gather(-1, ids), tail_logp(x, ids)) for x in (student, teacher)]
+            lumped = divergence(*views, alpha=alpha)
+            assert (lumped <= full + 1e-10).all()
+            assert lumped.min() >= -1e-12
+
+
+@pytest.mark.parametrize("alpha", ALPHAS)
+def test_a_tail_of_one_token_is_the_full_divergence(alpha: float):
+    student, teacher = random_logits(12, 4, 3)
+    ids = student.topk(2).indices
+    views = [with_tail(x.log_softmax(-1).gather(-1, ids), tail_logp(x, ids)) for x in (student, teacher)]
+    close(divergence(*views, alpha=alpha), divergence(student.log_softmax(-1), teacher.log_softmax(-1), alpha=alpha))
+
+
+# --- buckets without mass, masked positions --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("alpha", ALPHAS)
+def test_a_bucket_that_neither_has_changes_neither_value_nor_gradient(alpha: float, dtype: torch.dtype):
+    student = logs(0.25, 0.75, 0, dtype=dtype).requires_grad_()
+    teacher = logs(0.5, 0.5, 0, dtype=dtype)
+    value = divergence(student, teacher, alpha=alpha)
+    close(value, divergence(student[:2], teacher[:2], alpha=alpha), atol=0)
+    (grad,) = torch.autograd.grad(value, student)
+    assert torch.isfinite(grad).all()
+    assert grad[2] == 0
+
+
+def test_a_bucket_only_the_student_has_adds_nothing_to_forward_kl():
+    # T = (1, 0), S = (1/2, 1/2): 1 ln 2 + 0
+    student = logs(0.5, 0.5).requires_grad_()
+    value = forward_kl(student, logs(1, 0))
+    close(value, LN2)
+    assert torch.isfinite(torch.autograd.grad(value, student)[0]).all()
+
+
+def test_a_bucket_only_the_teacher_has_adds_nothing_to_reverse_kl():
+    # S = (1, 0), T = (1/2, 1/2): 1 ln 2 + 0
+    student = logs(1, 0).requires_grad_()
+    value = reverse_kl(student, logs(0.5, 0.5))
+    close(value, LN2)
+    assert torch.isfinite(torch.autograd.grad(value, student)[0]).all()
+
+
+@pytest.mark.parametrize("alpha", [0.1, 0.5, 0.9])
+def test_jensen_shannon_is_finite_with_a_finite_gradient_where_either_side_has_no_mass(alpha: float):
+    student = logs(0.5, 0.5, 0, 0).requires_grad_()
+    value = jensen_shannon(student, logs(0, 0.5, 0.5, 0), alpha=alpha)
+    assert torch.isfinite(value)
+    assert torch.isfinite(torch.autograd.grad(value, student)[0]).all()
+
+
+def test_kl_is_infinite_where_mass_meets_none():
+    assert forward_kl(logs(1, 0), logs(0.5, 0.5)) == math.inf
+    assert reverse_kl(logs(0.5, 0.5), logs(1, 0)) == math.inf
+
+
+def test_mass_that_underflows_in_fp32_meets_none_without_nan():
+    student = torch.tensor([0.0, -200.0], requires_grad=True)  # e^-200 is 0 in fp32
+    value = reverse_kl(student, torch.tensor([0.0, -math.inf]))
+    close(value, 0.0)
+    assert torch.isfinite(torch.autograd.grad(value, student)[0]).all()
+
+
+@pytest.mark.parametrize("alpha", ALPHAS)
+@pytest.mark.parametrize("garbage", [-math.inf, math.nan, math.inf])
+def test_masked_positions_are_finite_without_gradient_whatever_they_hold(garbage: float, alpha: float):
+    mask = torch.tensor([True, False])
+    student = torch.stack([logs(0.25, 0.75), torch.full((2,), garbage, dtype=torch.float64)]).requires_grad_()
+    teacher = torch.stack([logs(0.5, 0.5), torch.full((2,), garbage, dtype=torch.float64)])
+    value = divergence(masked(student, mask), masked(teacher, mask), alpha=alpha)
+    close(value[0], divergence(student[0], teacher[0], alpha=alpha))
+    close(value[1], 0.0)
+    (grad,) = torch.autograd.grad(value.sum(), student)
+    assert torch.isfinite(grad).all()
+    assert (grad[1] == 0).all()
+
+
+@pytest.mark.parametrize("lengths", [(3, 8)])
+def test_minus_inf_among_served_log_probs_on_padding_stays_finite(lengths: tuple[int, int]):
+    mask = torch.arange(8) < torch.tensor(lengths).unsqueeze(-1)
+    student, teacher = (x.log_softmax(-1) for x in random_logits(13, 2, 8, 4))
+    served = torch.where(mask.unsqueeze(-1), teacher, -math.inf)
+    student = student.detach().requires_grad_()
+    value = divergence(renormalize(masked(student, mask)), renormalize(masked(served, mask)), alpha=1.0)
+    close(value, masked(divergence(student, teacher, alpha=1.0), mask))
+    assert torch.isfinite(torch.autograd.grad(value.sum(), student)[0]).all()
+
+
+# --- importance weights ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("ratio", "weight"), [(1.0, 1.0), (1.5, 1.5), (2.0, 2.0), (8.0, 2.0), (0.001, 0.001)])
+def test_importance_weight_is_the_ratio_capped_above_and_not_below(ratio: float, weight: float):
+    old = torch.tensor([math.log(0.1)], dtype=torch.float64)
+    close(importance_weight(old + math.log(ratio), old, cap=2.0), weight)
+
+
+def test_no_gradient_passes_through_an_importance_weight():
+    logps = logs(0.5, 0.5).requires_grad_()
+    old_logps = logs(0.4, 0.6).requires_grad_()
+    assert not importance_weight(logps, old_logps, cap=2.0).requires_grad
+
+
+def test_importance_weight_that_overflows_is_the_cap():
+    assert importance_weight(torch.tensor([0.0]), torch.tensor([-200.0]), cap=2.0) == 2.0
