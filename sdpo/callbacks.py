@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor
-from transformers import TrainerCallback, TrainerControl, TrainerState
+from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState
 from transformers.utils import logging
 
 from sdpo.teacher import Teacher
@@ -92,6 +93,27 @@ class SDPOCallback(TrainerCallback):
         """
 
 
+def call_hooks(trainer: Trainer, phase: Phase, *, payload: Callable[[], dict[str, Any]]) -> None:
+    """Calls the hooks that the trainer's callbacks define, in the order of a block's stages.
+
+    The payload is made only where somebody looks at it.
+    """
+    events = ["on_teacher_context_built", "on_self_distillation_batch_prepared"]
+    events += ["on_generation_batch_built"] if phase == "train" else []
+    callbacks = trainer.callback_handler.callbacks
+    calls = [(event, method) for event in events for c in callbacks if (method := getattr(c, event, None)) is not None]
+    values = payload() if calls else {}
+    for event, method in calls:
+        method(
+            args=trainer.args,
+            state=trainer.state,
+            control=trainer.control,
+            model=trainer.model,
+            processing_class=trainer.processing_class,
+            **{name: values[name] for name in HOOKS[event]},
+        )
+
+
 class TeacherUpdate(TrainerCallback):
     """Lets the teacher follow the student after every optimizer step."""
 
@@ -102,23 +124,24 @@ class TeacherUpdate(TrainerCallback):
         self.teacher.update(state.global_step)
 
 
+_MESSAGES = {
+    "flat_rewards": (
+        "All rewards of every group are equal, so all advantages are zero. Check the reward functions, or take "
+        "questions of which the model solves some."
+    ),
+    "no_success": (
+        "No completion reached success_reward_threshold={threshold}. If this goes on, take easier questions, "
+        "lower the threshold, or return feedback and set include_environment_feedback=True."
+    ),
+    "inactive": (
+        "No completion got a teacher context (no successful sibling and no feedback), so self-distillation trains "
+        "on nothing."
+    ),
+}
+
+
 class Diagnostics:
     """Warnings about degenerate steps: at the first of a streak and then every `interval`-th."""
-
-    MESSAGES = {
-        "flat_rewards": (
-            "All rewards of every group are equal, so all advantages are zero. Check the reward functions, or take "
-            "questions of which the model solves some."
-        ),
-        "no_success": (
-            "No completion reached success_reward_threshold={threshold}. If this goes on, take easier questions, "
-            "lower the threshold, or return feedback and set include_environment_feedback=True."
-        ),
-        "inactive": (
-            "No completion got a teacher context (no successful sibling and no feedback), so self-distillation trains "
-            "on nothing."
-        ),
-    }
 
     def __init__(self, *, interval: int, tolerance: float, threshold: float):
         self.interval = interval
@@ -133,5 +156,5 @@ class Diagnostics:
             self.streaks[key] = self.streaks[key] + 1 if holds else 0
             streak = self.streaks[key]
             if holds and self.interval and (streak == 1 or streak % self.interval == 0):
-                message = self.MESSAGES[name].format(threshold=self.threshold)
+                message = _MESSAGES[name].format(threshold=self.threshold)
                 logger.warning("%s (%d in a row, %s)", message, streak, phase)

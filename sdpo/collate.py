@@ -80,9 +80,14 @@ def teacher_context_tensors(rows: Sequence[Row], *, pad_token_id: int) -> dict[s
 
 def count_trained(batch: TrainingBatch) -> LossCounts:
     """Tokens and sequences of one microbatch that each loss term trains on."""
-    masks = batch.policy_mask, batch.distillation_mask
-    counts = [float(number) for mask in masks for number in (mask.sum(), mask.any(dim=1).sum())]
-    return LossCounts(*counts, microbatches=1.0)
+    policy, distillation = batch.policy_mask, batch.distillation_mask
+    return LossCounts(
+        policy_tokens=float(policy.sum()),
+        policy_sequences=float(policy.any(dim=1).sum()),
+        distillation_tokens=float(distillation.sum()),
+        distillation_sequences=float(distillation.any(dim=1).sum()),
+        microbatches=1.0,
+    )
 
 
 def join_logps(parts: Sequence[Tensor | None]) -> Tensor | None:

@@ -4,6 +4,7 @@ An option that cannot take effect raises. Two kinds of value are let through on 
 part off for a comparison and keep the rest of its command line: what tunes the distillation where its weight is 0, and
 what sizes vLLM where it is not used.
 """
+# ruff: noqa: RUF009, RUF036  (`_setting` is short for dataclasses.field; HfArgumentParser reads `None | str | list`)
 
 from __future__ import annotations
 
@@ -165,7 +166,7 @@ class SDPOConfig(TrainingArguments):
         "CPU, where it would only change the numerics.",
     )
     average_tokens_across_devices: bool = _setting(True, "Count the tokens of an optimizer step over all processes.")
-    report_to: str | list[str] | None = _setting(
+    report_to: None | str | list[str] = _setting(
         "none",
         "Experiment trackers to report to: a name, several, 'all' or 'none'.",
     )
@@ -535,8 +536,12 @@ class SDPOConfig(TrainingArguments):
 
     def _resolve_checkpointing_name(self) -> None:
         """Moves our default to the newer name, so that nobody is warned of a deprecated name they did not use."""
-        if "activation_checkpointing" in type(self).__dataclass_fields__ and self.activation_checkpointing is None:
+        if "activation_checkpointing" not in type(self).__dataclass_fields__:
+            return
+        if self.activation_checkpointing is None:
             self.activation_checkpointing: bool | None = self.gradient_checkpointing
+        elif self.activation_checkpointing and not self.gradient_checkpointing:
+            warnings.warn("activation_checkpointing=True wins over gradient_checkpointing=False.", stacklevel=5)
 
     def _resolve_block(self) -> None:
         """Sets both of `generation_batch_size` and `steps_per_generation`: whole microbatches and whole groups."""
@@ -1122,8 +1127,8 @@ def _samples_differ(config: SDPOConfig) -> None:
     do_sample = _as_dict(config.generation_kwargs).get("do_sample", True)
     if do_sample is not True and config.num_generations > 1:
         raise ValueError(
-            f"`generation_kwargs` has do_sample={do_sample}: the {config.num_generations} completions of a prompt would be "
-            f"the same. Remove it, or set num_generations to 1."
+            f"`generation_kwargs` has do_sample={do_sample}: the {config.num_generations} completions of a prompt "
+            f"would be the same. Remove it, or set num_generations to 1."
         )
 
 

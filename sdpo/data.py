@@ -15,6 +15,8 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler
 
+from sdpo.types import TrainingBatch
+
 Example = Mapping[str, Any]
 
 
@@ -35,11 +37,24 @@ class BlockShape:
         return rows[start : len(rows) * (self.rank + 1) // self.world_size]
 
 
+@dataclass(slots=True)
+class Block:
+    """The microbatches of one generation, and how many uses of them are over."""
+
+    batches: list[TrainingBatch]
+    num_used: int = 0
+
+    def next(self) -> TrainingBatch:
+        batch = self.batches[self.num_used % len(self.batches)]
+        self.num_used += 1
+        return batch
+
+
 class BlockSampler(Sampler[list[int]]):
     """Dataset indices of this rank, one list a microbatch: a block's rows where it begins, [] where it is used again.
 
-    The order depends on seed and epoch alone. A last block that is short is filled from the start of the epoch's order,
-    so that every prompt is used in every epoch, or is left out with `drop_last`.
+    The order depends on seed and epoch alone. A short last block is filled from the start of the epoch's order, so
+    that every prompt is used in every epoch, or is left out with `drop_last`.
     """
 
     def __init__(
@@ -85,7 +100,7 @@ class BlockSampler(Sampler[list[int]]):
                 yield []
 
 
-class MapRows(Dataset[list[Example]]):
+class MapRows(Dataset[Example]):
     """Rows of a map-style dataset by index; the copies of a prompt share one read."""
 
     def __init__(self, dataset: Any, columns: Sequence[str] | None):
@@ -198,3 +213,10 @@ def columns_to_keep(reward_funcs: Sequence[Callable[..., Any]], *, remove_unused
     if any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters):
         return None
     return sorted({"prompt", "privileged_context", *(p.name for p in parameters)})
+
+
+def named_datasets(train: Any, evaluation: Any) -> list[tuple[str, Any]]:
+    """The datasets that were passed, with a name for messages."""
+    by_name = evaluation if isinstance(evaluation, dict) else {"": evaluation}
+    named = [("train_dataset", train), *((f"eval_dataset {key}".strip(), value) for key, value in by_name.items())]
+    return [(name, dataset) for name, dataset in named if dataset is not None]

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -49,7 +50,7 @@ AFTER_HEAD: dict[str, Callable[[Tensor, float], Tensor]] = {
 class Head:
     """The map from hidden states (N, H) to the model's logits (N, V): output embedding, then scale or soft cap."""
 
-    module: nn.Module
+    module: Any
     after: Callable[[Tensor, float], Tensor] = _identity
     number: float = 1.0
 
@@ -58,7 +59,7 @@ class Head:
         return self.after(self.module(hidden), self.number).float() / temperature
 
 
-def find_head(model: nn.Module) -> Head:
+def find_head(model: Any) -> Head:
     """The output head of an unwrapped causal language model.
 
     Raises:
@@ -76,7 +77,7 @@ def find_head(model: nn.Module) -> Head:
 
 
 @torch.no_grad()
-def check_head(model: nn.Module) -> None:
+def check_head(model: Any) -> None:
     """Makes sure that hidden states and head give the model's own logits, on two tokens.
 
     Raises:
@@ -99,7 +100,7 @@ def check_head(model: nn.Module) -> None:
 
 
 def hidden_states(model: nn.Module, ids: Tensor, mask: Tensor, *, head: Head) -> Tensor:
-    """(B, L, H) inputs of the output head. `model` may be wrapped (DDP, ...); the head itself runs on one token only."""
+    """(B, L, H) inputs of the output head. `model` may be wrapped (DDP, ...); the head runs on one token only."""
     captured: list[Tensor] = []
 
     def keep(_: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
@@ -138,14 +139,16 @@ class TokenIndex:
 
 def chunk_size(head: Head) -> int:
     """Tokens a chunk, so that its logits stay near CHUNK_LOGITS numbers."""
-    return max(1, CHUNK_LOGITS // head.module.weight.shape[0])
+    num_tokens: int = head.module.weight.shape[0]
+    return max(1, CHUNK_LOGITS // num_tokens)
 
 
 def _in_chunks(
     run: Callable[..., tuple[Tensor, ...]], tensors: tuple[Tensor | None, ...], size: int
 ) -> tuple[Tensor, ...]:
     """`run` over chunks of the tensors' first dimension, its outputs joined; activations recomputed in backward."""
-    number = max(1, -(-tensors[0].shape[0] // size))  # one empty chunk for no token: the graph stays whole
+    [num_tokens] = {len(t) for t in tensors if t is not None}
+    number = max(1, -(-num_tokens // size))  # one empty chunk for no token: the graph stays whole
     chunks = zip(*(t.tensor_split(number) if t is not None else [None] * number for t in tensors), strict=True)
     if torch.is_grad_enabled():
         outputs = [checkpoint(run, *c, use_reentrant=False, preserve_rng_state=False) for c in chunks]
@@ -192,7 +195,7 @@ def token_terms(
         log_z = logits.logsumexp(-1)
         logps = _gather(logits, ids) - log_z
         with torch.no_grad():
-            entropy = log_z - ((logits - log_z.unsqueeze(-1)).exp() * logits).sum(-1)
+            entropy = torch.special.entr((logits - log_z.unsqueeze(-1)).exp()).sum(-1)
         if taught is None or teacher_head is None:
             return logps, entropy
         with torch.no_grad():
@@ -234,6 +237,6 @@ def _views(
     student = logits.gather(-1, support) - log_z.unsqueeze(-1)
     teacher = teacher_logits.gather(-1, support) - teacher_log_z.unsqueeze(-1)
     if settings.add_tail:
-        student = dv.with_tail(student, dv.tail_logp(logits, support))
-        return student, dv.with_tail(teacher, dv.tail_logp(teacher_logits, support))
+        student = dv.with_tail(student, dv.tail_logp(logits, support, log_normalizer=log_z))
+        return student, dv.with_tail(teacher, dv.tail_logp(teacher_logits, support, log_normalizer=teacher_log_z))
     return dv.renormalize(student), dv.renormalize(teacher)

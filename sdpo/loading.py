@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
-import torch
 from accelerate.utils import is_peft_model
 from torch import nn
 from transformers import (
@@ -21,7 +19,7 @@ from sdpo.config import SDPOConfig
 logger = logging.get_logger(__name__)
 
 
-def load_policy(model: str | nn.Module, args: SDPOConfig, *, peft_config: Any | None) -> nn.Module:
+def load_policy(model: Any, args: SDPOConfig, *, peft_config: Any | None) -> nn.Module:
     """The student: loaded from a path or id, or as passed, with a new adapter where `peft_config` asks for one.
 
     A model given by name is loaded in float32 unless `model_init_kwargs` names a dtype.
@@ -48,15 +46,21 @@ def load_policy(model: str | nn.Module, args: SDPOConfig, *, peft_config: Any | 
                 module.p = 0.0
     if not any(p.requires_grad for p in model.parameters()):
         raise ValueError("The model has no trainable parameter; unfreeze some, or pass peft_config.")
-    return model
+    policy: nn.Module = model
+    return policy
 
 
 def model_loading_kwargs(args: SDPOConfig) -> dict[str, Any]:
     """Arguments of `from_pretrained`; a new dictionary, `args.model_init_kwargs` stays as it is."""
-    return {"trust_remote_code": args.trust_remote_code, **(args.model_init_kwargs or {})}
+    return {"trust_remote_code": args.trust_remote_code, **as_dict(args.model_init_kwargs)}
 
 
-def _add_adapter(model: nn.Module, peft_config: Any) -> nn.Module:
+def as_dict(value: Any) -> dict[str, Any]:
+    """A dictionary of its own, empty for None."""
+    return dict(value or {})
+
+
+def _add_adapter(model: Any, peft_config: Any) -> Any:
     from peft import PeftConfig, get_peft_model, prepare_model_for_kbit_training  # an optional path: imported late
 
     if not isinstance(peft_config, PeftConfig):
@@ -71,16 +75,16 @@ def _add_adapter(model: nn.Module, peft_config: Any) -> nn.Module:
     return get_peft_model(model, peft_config)
 
 
-def load_processing_class(model: nn.Module, args: SDPOConfig) -> Any:
+def load_processing_class(model: Any, args: SDPOConfig) -> Any:
     """The tokenizer (or processor) that belongs to the model, at the same revision."""
     return AutoProcessor.from_pretrained(
         model.config._name_or_path,
-        revision=(args.model_init_kwargs or {}).get("revision", "main"),
+        revision=as_dict(args.model_init_kwargs).get("revision", "main"),
         trust_remote_code=args.trust_remote_code,
     )
 
 
-def check_vocabulary(model: nn.Module, tokenizer: PreTrainedTokenizerBase, *, topk: int | None) -> None:
+def check_vocabulary(model: Any, tokenizer: PreTrainedTokenizerBase, *, topk: int | None) -> None:
     """Makes sure that model and tokenizer speak the same ids.
 
     Raises:
@@ -112,4 +116,18 @@ def check_launch(args: SDPOConfig) -> None:
         raise ValueError(
             "auto_find_batch_size=True would change the batch under a generation block. Set it to False and choose "
             f"per_device_train_batch_size (now {args.per_device_train_batch_size}) yourself."
+        )
+
+
+def check_rewards(reward_funcs: Any, args: SDPOConfig) -> None:
+    """Makes sure that there is something to learn from.
+
+    Raises:
+        ValueError: no reward function, where the run needs rewards.
+    """
+    is_missing = reward_funcs is None or (isinstance(reward_funcs, list | tuple) and not reward_funcs)
+    if is_missing and not (args.include_environment_feedback and args.distillation_weight == 1):
+        raise ValueError(
+            "reward_funcs is missing: it decides which completions are successful. Only a run on feedback from the "
+            "column privileged_context (include_environment_feedback=True, distillation_weight=1.0) goes without."
         )

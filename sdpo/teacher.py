@@ -91,12 +91,13 @@ class EMATeacher(FrozenTeacher):
         self.rate = rate
         self.sync_steps = sync_steps
         parameters = dict(student.named_parameters())
-        self._student = [parameters[name] for name in self._names]
+        self._student: list[Tensor] = [parameters[name] for name in self._names]
 
     @torch.no_grad()
     def update(self, step: int) -> None:
         if step % self.sync_steps == 0:
-            torch._foreach_lerp_(list(self._trained().values()), self._student, self.rate)
+            teacher: list[Tensor] = list(self._trained().values())
+            torch._foreach_lerp_(teacher, self._student, self.rate)
 
 
 def build_teacher(student: nn.Module, settings: TeacherSettings) -> Teacher:

@@ -116,9 +116,7 @@ def compare_teacher(trainer: SDPOTrainer, *, dataset: Any = None, num_prompts: i
         raise ValueError("compare_teacher needs a dataset with at least one row; pass dataset=...")
     examples = [row for row in rows for _ in range(trainer.args.num_generations)]
     with torch.random.fork_rng():
-        attempts = trainer.scorer.score(
-            trainer.roll_out(examples, "train"), examples, trainer_state=trainer.state
-        )
+        attempts = trainer.scorer.score(trainer.roll_out(examples, "train"), examples, trainer_state=trainer.state)
         by_context = {kind: _teacher_accuracy(trainer, attempts, examples, kind) for kind in KINDS}
     student = _by_question(trainer, attempts)
     comparison = TeacherComparison(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -13,15 +13,23 @@ from transformers.trainer_utils import EvalLoopOutput
 from transformers.utils import logging
 
 from sdpo import distributed, forward, loading, tokenization
-from sdpo.callbacks import HOOKS, Diagnostics, TeacherUpdate
+from sdpo.callbacks import Diagnostics, TeacherUpdate, call_hooks
 from sdpo.collate import collate, count_trained, join_logps, teacher_context_tensors
 from sdpo.config import SDPOConfig
-from sdpo.data import BlockLoader, BlockShape, Example, block_loader, check_dataset, columns_to_keep
+from sdpo.data import (
+    Block,
+    BlockLoader,
+    BlockShape,
+    Example,
+    block_loader,
+    check_dataset,
+    columns_to_keep,
+    named_datasets,
+)
 from sdpo.generation import Generator, build_generator
 from sdpo.losses.objective import blend, objective
 from sdpo.losses.policy import group_advantages
-from sdpo.metrics import Metrics, StageClock, merge
-from sdpo.observe import observe_rewards, observe_rows
+from sdpo.metrics import Metrics, StageClock, merge, observe_rewards, observe_rows
 from sdpo.reprompt import build_teacher_contexts, context_metrics, fit_teacher_prompt
 from sdpo.rewards import RewardScorer
 from sdpo.teacher import Teacher, build_teacher, copy_policy
@@ -30,21 +38,8 @@ from sdpo.types import Phase, Rollout, Row, ScoredRollout, TeacherContext, Train
 logger = logging.get_logger(__name__)
 
 
-@dataclass(slots=True)
-class Block:
-    """The microbatches of one generation, and how many uses of them are over."""
-
-    batches: list[TrainingBatch]
-    num_used: int = 0
-
-    def next(self) -> TrainingBatch:
-        batch = self.batches[self.num_used % len(self.batches)]
-        self.num_used += 1
-        return batch
-
-
 class SDPOTrainer(Trainer):
-    """Trains a language model by self-distillation (SDPO, arXiv 2601.20802), with a policy gradient blended in at will.
+    """Trains a language model by self-distillation (SDPO, arXiv 2601.20802), a policy gradient blended in at will.
 
     Args:
         model: path or id of a causal language model, a `PreTrainedModel`, or a `PeftModel`.
@@ -81,20 +76,14 @@ class SDPOTrainer(Trainer):
         peft_config: Any = None,
     ):
         args = SDPOConfig() if args is None else args
+        loading.check_launch(args)
+        loading.check_rewards(reward_funcs, args)
         set_seed(args.seed)  # an adapter's first weights are random
         model = loading.load_policy(model, args, peft_config=peft_config)
         if processing_class is None:
             processing_class = loading.load_processing_class(model, args)
-        tokenizer = tokenization.text_tokenizer(processing_class)
-        tokenization.ensure_pad_token(tokenizer)
-        loading.check_vocabulary(model, tokenizer, topk=args.distillation_topk)
-        self.tokenizer = tokenization.PromptTokenizer(
-            processing_class,
-            max_prompt_length=args.max_prompt_length,
-            chat_template_kwargs=args.chat_template_kwargs or {},
-            eos_token_ids=tokenization.eos_token_ids(model.generation_config, tokenizer),
-        )
-        for name, dataset in _named_datasets(train_dataset, eval_dataset):
+        self.tokenizer = self._prompt_tokenizer(model, processing_class, args)
+        for name, dataset in named_datasets(train_dataset, eval_dataset):
             self.tokenizer.check_prompts(check_dataset(dataset, name=name))
         super().__init__(
             model=model,
@@ -106,23 +95,40 @@ class SDPOTrainer(Trainer):
             callbacks=callbacks,
             optimizers=optimizers,
         )
-        loading.check_launch(args)
         forward.check_head(self.model)
         self.scorer = RewardScorer(
             reward_funcs,
             reward_weights=args.reward_weights,
             reward_processing_classes=reward_processing_classes,
-            chat_template_kwargs=args.chat_template_kwargs or {},
-            model_init_kwargs=args.model_init_kwargs,
+            chat_template_kwargs=loading.as_dict(args.chat_template_kwargs),
+            model_init_kwargs=loading.as_dict(args.model_init_kwargs),
             trust_remote_code=args.trust_remote_code,
             device=self.accelerator.device,
         )
+        self._build_stages()
+
+    @staticmethod
+    def _prompt_tokenizer(model: nn.Module, processing_class: Any, args: SDPOConfig) -> tokenization.PromptTokenizer:
+        tokenizer = tokenization.text_tokenizer(processing_class)
+        tokenization.ensure_pad_token(tokenizer)
+        loading.check_vocabulary(model, tokenizer, topk=args.distillation_topk)
+        return tokenization.PromptTokenizer(
+            processing_class,
+            max_prompt_length=args.max_prompt_length,
+            chat_template_kwargs=loading.as_dict(args.chat_template_kwargs),
+            eos_token_ids=tokenization.eos_token_ids(model.generation_config, tokenizer),
+        )
+
+    def _build_stages(self) -> None:
+        """What a step goes through, made from the settings and the model."""
+        args = self.args
         self.columns = columns_to_keep(self.scorer.functions, remove_unused=args.remove_unused_columns)
         self.generator: Generator = build_generator(
             use_vllm=args.use_vllm,
             get_model=lambda: self.model_wrapped,
             accelerator=self.accelerator,
-            tokenizer=tokenizer,
+            pad_token_id=self.tokenizer.tokenizer.pad_token_id,
+            bos_token_id=self.tokenizer.tokenizer.bos_token_id,
             eos_token_ids=self.tokenizer.eos_token_ids,
             sampling=args.sampling,
         )
@@ -201,6 +207,7 @@ class SDPOTrainer(Trainer):
                 break
             if examples:  # an empty list stands for one more use of the block
                 self.block = Block(self.collect(examples, "train"))
+            assert self.block is not None, "an epoch starts with a block"
             step.append(self.block.next())
         counts = distributed.sum_counts([count_trained(batch) for batch in step], self.accelerator)
         return [replace(batch, counts=counts) for batch in step], counts.policy_tokens
@@ -218,8 +225,16 @@ class SDPOTrainer(Trainer):
             batches = [self._collate(rows[i : i + size]) for i in range(0, len(rows), size)]
         with self.clock.timed("logps"):
             batches = self._add_logps(batches, phase)
-        self._call_hooks(rows, batches, phase)
+        call_hooks(self, phase, payload=lambda: self._hook_payload(rows, batches))
         return batches
+
+    def _hook_payload(self, rows: Sequence[Row], batches: Sequence[TrainingBatch]) -> dict[str, Any]:
+        return {
+            **teacher_context_tensors(rows, pad_token_id=self.tokenizer.tokenizer.pad_token_id),
+            "old_per_token_logps": join_logps([batch.old_logps for batch in batches]),
+            "generate_every": self.args.steps_per_generation * self.args.num_iterations,
+            "steps_per_generation": self.args.steps_per_generation,
+        }
 
     def roll_out(self, examples: Sequence[Example], phase: Phase) -> list[Rollout]:
         """Completions of this rank's rows."""
@@ -272,25 +287,31 @@ class SDPOTrainer(Trainer):
             mask_truncated_completions=self.args.mask_truncated_completions,
         )
 
-    @torch.no_grad()
     def _add_logps(self, batches: list[TrainingBatch], phase: Phase) -> list[TrainingBatch]:
         """Log-probs under the weights of now, where a later step will need them, and under the reference policy."""
         uses = self.args.steps_per_generation * self.args.num_iterations
         is_reused = phase == "train" and self.args.gradient_accumulation_steps % uses != 0
-        models = {"old_logps": self.model if is_reused else None, "reference_logps": self.reference}
-        for field, model in models.items():
-            if model is not None:
-                was_training = model.training
-                model.eval()
-                batches = [replace(batch, **{field: self._logps(model, batch)}) for batch in batches]
-                model.train(was_training)
-        return batches
+        old = self._logps(self.model if is_reused else None, batches)
+        reference = self._logps(self.reference, batches)
+        pairs = zip(batches, old, reference, strict=True)
+        return [replace(batch, old_logps=old, reference_logps=reference) for batch, old, reference in pairs]
 
-    def _logps(self, model: nn.Module, batch: TrainingBatch) -> Tensor:
+    def _logps(self, model: nn.Module | None, batches: list[TrainingBatch]) -> list[Tensor | None]:
+        """(B, T) log-probs of each microbatch under a model in evaluation mode; None for no model."""
+        if model is None:
+            return [None] * len(batches)
         head = forward.find_head(self.accelerator.unwrap_model(model))
+        was_training = model.training
+        model.eval()
         with self.compute_loss_context_manager():
-            batch = batch.to(self.accelerator.device)
-            return forward.completion_logps(model, head, batch, temperature=self.args.temperature).cpu()
+            logps = [
+                forward.completion_logps(
+                    model, head, batch.to(self.accelerator.device), temperature=self.args.temperature
+                ).cpu()
+                for batch in batches
+            ]
+        model.train(was_training)
+        return [*logps]
 
     def compute_loss(
         self, model: nn.Module, inputs: TrainingBatch, return_outputs: bool = False, num_items_in_batch: Any = None
@@ -382,30 +403,3 @@ class SDPOTrainer(Trainer):
             no_success=found["self_distillation/success_group_fraction"][0] == 0,
             inactive=is_distilling and found["self_distillation/reprompt_sample_fraction"][0] == 0,
         )
-
-    def _call_hooks(self, rows: Sequence[Row], batches: Sequence[TrainingBatch], phase: Phase) -> None:
-        """Calls the documented hooks of every callback that defines them, in the order of a block's stages."""
-        events = ["on_teacher_context_built", "on_self_distillation_batch_prepared"]
-        events += ["on_generation_batch_built"] if phase == "train" else []
-        calls = [(e, m) for e in events for c in self.callback_handler.callbacks if (m := getattr(c, e, None))]
-        if not calls:
-            return
-        payload: dict[str, Any] = teacher_context_tensors(rows, pad_token_id=self.tokenizer.tokenizer.pad_token_id)
-        payload["old_per_token_logps"] = join_logps([batch.old_logps for batch in batches])
-        payload["generate_every"] = self.args.steps_per_generation * self.args.num_iterations
-        payload["steps_per_generation"] = self.args.steps_per_generation
-        for event, method in calls:
-            method(
-                args=self.args,
-                state=self.state,
-                control=self.control,
-                model=self.model,
-                processing_class=self.processing_class,
-                **{name: payload[name] for name in HOOKS[event]},
-            )
-
-
-def _named_datasets(train: Any, evaluation: Any) -> list[tuple[str, Any]]:
-    by_name = evaluation if isinstance(evaluation, dict) else {"": evaluation}
-    named = [("train_dataset", train), *((f"eval_dataset {key}".strip(), value) for key, value in by_name.items())]
-    return [(name, dataset) for name, dataset in named if dataset is not None]

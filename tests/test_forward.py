@@ -134,9 +134,7 @@ def test_values_and_gradients_equal_the_plain_ones_in_every_mode(
     model.zero_grad()
 
     head = forward.find_head(model)
-    terms = forward.token_terms(
-        model, head, batch, settings, teacher=teacher, teacher_head=forward.find_head(teacher)
-    )
+    terms = forward.token_terms(model, head, batch, settings, teacher=teacher, teacher_head=forward.find_head(teacher))
     (terms.divergence.sum() / mask.sum()).backward()
     assert (terms.divergence - expected).abs().max() < 1e-5
     for parameter, gradient in zip(model.parameters(), gradients, strict=True):

@@ -2,6 +2,7 @@
 
 import asyncio
 import functools
+import inspect
 from types import SimpleNamespace
 
 import numpy as np
@@ -364,7 +365,6 @@ async def failing_later(**_):
     raise KeyError("no such answer")
 
 
-@pytest.mark.filterwarnings("error")
 @pytest.mark.parametrize("function", [failing, failing_later])
 def test_an_error_names_the_function_and_the_step(function):
     with pytest.raises(
@@ -374,14 +374,27 @@ def test_an_error_names_the_function_and_the_step(function):
     assert isinstance(caught.value.__cause__, KeyError)
 
 
+def test_what_waits_is_closed_when_a_later_function_fails():
+    waiting = []
+
+    def starting(**kwargs):
+        waiting.append(awaited(**kwargs))
+        return waiting[0]
+
+    with pytest.raises(RuntimeError, match="`failing`"):
+        score([starting, failing], num=1)
+    assert inspect.getcoroutinestate(waiting[0]) == inspect.CORO_CLOSED
+
+
 def test_the_others_stop_when_one_async_function_fails():
     stopped = []
 
     async def patient(**_):
         try:
             await asyncio.sleep(60)
-        finally:
+        except asyncio.CancelledError:
             stopped.append(True)
+            raise
 
     with pytest.raises(RuntimeError, match="failing_later"):
         score([patient, failing_later], num=1)
@@ -436,12 +449,19 @@ def test_a_reward_model_scores_prompt_and_completion(model, tokenizer):
     assert tokenizer.pad_token == "[pad]" and model.config.pad_token_id == 0 and not model.training
 
 
-@pytest.mark.parametrize("prefill", ["The ", [{"type": "text", "text": "The "}]])
-def test_a_reward_model_reads_a_prefilled_chat_as_one_turn(model, tokenizer, prefill):
-    prompt = [{"role": "user", "content": [{"type": "text", "text": "Q"}]}, {"role": "assistant", "content": prefill}]
+@pytest.mark.parametrize(
+    ("turns", "answer"),
+    [
+        ([], "answer 0"),
+        ([{"role": "assistant", "content": "The "}], "The answer 0"),
+        ([{"role": "assistant", "content": [{"type": "text", "text": "The "}]}], "The answer 0"),
+    ],
+)
+def test_a_reward_model_reads_an_answer_and_its_prefill_as_one_turn(model, tokenizer, turns, answer):
+    prompt = [{"role": "user", "content": [{"type": "text", "text": "Q"}]}, *turns]
     kwargs = {"reward_processing_classes": [tokenizer], "chat_template_kwargs": {"shout": True}}
     [row] = score([model], num=1, prompt=prompt, **kwargs)
-    expected = expected_reward(model, "<user> Q <assistant> The answer 0 loud")
+    expected = expected_reward(model, f"<user> Q <assistant> {answer} loud")
     assert row.reward == pytest.approx(expected.item(), abs=1e-5)
 
 

@@ -30,11 +30,15 @@ THINKING_TEMPLATE = """
 {%- endif -%}"""
 BOS_TEMPLATE = "{{ bos_token }}" + THINKING_TEMPLATE
 # Prints whatever the content is, as many templates do.
-PRINTING_TEMPLATE = "{% for m in messages %}[{{ m.role }}] {{ m.content }}\n{% endfor %}{% if add_generation_prompt %}[assistant] {% endif %}"
+PRINTING_TEMPLATE = (
+    "{% for m in messages %}[{{ m.role }}] {{ m.content }}\n{% endfor %}"
+    "{% if add_generation_prompt %}[assistant] {% endif %}"
+)
 PARTS_TEMPLATE = (
     "{% for m in messages %}[{{ m.role }}] {% for p in m.content %}{{ p.text }}{% endfor %}\n{% endfor %}"
     "{% if add_generation_prompt %}[assistant] {% endif %}"
 )
+FIRST_PART_TEMPLATE = "{% for m in messages %}{{ '> ' + m.content[0].text }}{% endfor %}"
 STRICT_TEMPLATE = (
     "{% for m in messages %}{% if (m.role == 'user') != (loop.index0 % 2 == 0) %}"
     "{{ raise_exception('roles must alternate') }}{% endif %}[{{ m.role }}] {{ m.content }}\n{% endfor %}"
@@ -88,9 +92,11 @@ def test_a_chat_ends_with_the_header_of_the_answer():
     assert text_of(tokenizer, tokenizer.generation_header_ids) == HEADER
 
 
-def test_a_tool_turn_is_answered():
-    tokenizer = prompt_tokenizer()
-    calls = {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "f", "arguments": {}}}]}
+@pytest.mark.parametrize("content", ["", None])
+def test_a_tool_turn_is_answered(content):
+    template = THINKING_TEMPLATE.replace("m.content", "(m.content or '')")
+    tokenizer = prompt_tokenizer(byte_tokenizer(template))
+    calls = {"role": "assistant", "content": content, "tool_calls": [{"function": {"name": "f", "arguments": {}}}]}
     [ids] = tokenizer.encode([[*user(), calls, {"role": "tool", "content": "5"}]])
     assert text_of(tokenizer, ids).endswith(f"<|im_start|>user\n5<|im_end|>\n{HEADER}")
 
@@ -233,7 +239,7 @@ def test_a_prefilled_prompt_keeps_the_header_and_the_end_of_the_prefill(limit, e
 PARTS = [{"type": "text", "text": "one"}, {"type": "text", "text": "two"}]
 
 
-@pytest.mark.parametrize("template", [THINKING_TEMPLATE, PRINTING_TEMPLATE, PARTS_TEMPLATE])
+@pytest.mark.parametrize("template", [THINKING_TEMPLATE, PRINTING_TEMPLATE, PARTS_TEMPLATE, FIRST_PART_TEMPLATE])
 def test_text_parts_are_joined_without_anything_between_them(template):
     tokenizer = prompt_tokenizer(byte_tokenizer(template))
     parts, string = tokenizer.encode([user(PARTS), user("onetwo")])
@@ -379,6 +385,7 @@ def test_the_pad_token_is_the_end_only_where_there_is_none():
 def test_decoding_leaves_the_text_as_it_was_written_without_special_tokens():
     tokenizer = prompt_tokenizer()
     tokenizer.tokenizer.clean_up_tokenization_spaces = True
+    tokenizer.tokenizer.clean_up_tokenization_spaces_for_bpe_even_though_it_will_corrupt_output = True
     ids = tokenizer.encode(["a = [1 , 2] ; do n't"])[0]
     assert tokenizer.decode([*ids, IM_END]) == "a = [1 , 2] ; do n't"
     assert tokenizer.decode_batch([[BOS, *ids, EOS], []]) == ["a = [1 , 2] ; do n't", ""]

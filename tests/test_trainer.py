@@ -183,9 +183,7 @@ def test_the_importance_ratio_is_exactly_one_at_the_first_inner_step(
 def test_the_only_success_of_a_group_teaches_the_others(make_trainer: TrainerFactory) -> None:
     for dont_reprompt, expected in ((True, [0, 1, 1, 1]), (False, [1, 1, 1, 1])):
         hooks = Hooks()
-        trainer = make_trainer(
-            dont_reprompt_on_self_success=dont_reprompt, trainer_kwargs={"callbacks": [hooks]}
-        )
+        trainer = make_trainer(dont_reprompt_on_self_success=dont_reprompt, trainer_kwargs={"callbacks": [hooks]})
         trainer.train()
         [payload] = hooks.payloads["contexts"]
         assert payload["self_distillation_mask"].tolist() == expected
@@ -252,9 +250,7 @@ def test_ema_waits_for_its_sync_steps(make_trainer: TrainerFactory) -> None:
 
 
 @pytest.mark.parametrize("kind", ["ema", "base"])
-def test_the_teacher_starts_as_the_student_in_memory(
-    make_trainer: TrainerFactory, tokenizer: Any, kind: str
-) -> None:
+def test_the_teacher_starts_as_the_student_in_memory(make_trainer: TrainerFactory, tokenizer: Any, kind: str) -> None:
     model = make_model(tokenizer)
     with torch.no_grad():
         model.lm_head.weight.add_(1.0)
@@ -334,7 +330,9 @@ def test_reward_columns_survive_remove_unused_columns(make_trainer: TrainerFacto
 
 def test_degenerate_runs_are_told(make_trainer: TrainerFactory, caplog: pytest.LogCaptureFixture) -> None:
     make_trainer(rewards=(0.0,), max_steps=3, distillation_weight=0.5, diagnostics_warning_interval=2).train()
-    told = [r.message for r in caplog.records if "No completion reached success_reward_threshold=1.0" in r.getMessage()]
+    told = [
+        r.message for r in caplog.records if "No completion reached success_reward_threshold=1.0" in r.getMessage()
+    ]
     assert len(told) == 2  # the first, and the second in a row
     caplog.clear()
     make_trainer(rewards=(0.0,), max_steps=2, diagnostics_warning_interval=0).train()

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Protocol
 
 from accelerate import Accelerator
 from torch import nn
 
-from sdpo.generation.transformers import TransformersGenerator
+from sdpo.generation.transformers import TransformersGenerator, generation_config
 from sdpo.types import Completion, SamplingSettings
 
 
@@ -29,7 +29,8 @@ def build_generator(
     use_vllm: bool,
     get_model: Callable[[], nn.Module],
     accelerator: Accelerator,
-    tokenizer: Any,
+    pad_token_id: int,
+    bos_token_id: int | None,
     eos_token_ids: Sequence[int],
     sampling: SamplingSettings,
 ) -> Generator:
@@ -37,5 +38,9 @@ def build_generator(
     if use_vllm:
         raise ValueError("use_vllm=True is not available yet; set use_vllm=False to sample with transformers.")
     return TransformersGenerator(
-        get_model, accelerator=accelerator, tokenizer=tokenizer, eos_token_ids=eos_token_ids, sampling=sampling
+        get_model,
+        accelerator=accelerator,
+        config=generation_config(
+            sampling, pad_token_id=pad_token_id, bos_token_id=bos_token_id, eos_token_ids=eos_token_ids
+        ),
     )

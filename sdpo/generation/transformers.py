@@ -12,26 +12,18 @@ from accelerate.utils import is_peft_model
 from torch import nn
 from transformers import GenerationConfig
 
+from sdpo.collate import pad
 from sdpo.types import Completion, SamplingSettings
 
 
 class TransformersGenerator:
     """Samples from the policy itself, so its completions carry no log-probs of their own."""
 
-    def __init__(
-        self,
-        get_model: Callable[[], nn.Module],
-        *,
-        accelerator: Accelerator,
-        tokenizer: Any,
-        eos_token_ids: Sequence[int],
-        sampling: SamplingSettings,
-    ):
+    def __init__(self, get_model: Callable[[], nn.Module], *, accelerator: Accelerator, config: GenerationConfig):
         self.get_model = get_model
         self.accelerator = accelerator
-        self.tokenizer = tokenizer
-        self.config = generation_config(sampling, tokenizer=tokenizer, eos_token_ids=eos_token_ids)
-        self.eos_token_ids = frozenset(_as_list(self.config.eos_token_id))
+        self.config = config
+        self.eos_token_ids = frozenset(_as_list(config.eos_token_id))
 
     def sync(self, step: int) -> None:
         pass
@@ -39,15 +31,12 @@ class TransformersGenerator:
     @torch.no_grad()
     def generate(self, prompt_ids: Sequence[list[int]]) -> list[Completion]:
         model = self.accelerator.unwrap_model(self.get_model())
-        inputs = self.tokenizer.pad({"input_ids": list(prompt_ids)}, padding_side="left", return_tensors="pt")
-        inputs = inputs.to(self.accelerator.device)
+        device = self.accelerator.device
+        ids = pad(prompt_ids, self.config.pad_token_id, dtype=torch.long, left=True).to(device)
+        mask = pad([[1] * len(prompt) for prompt in prompt_ids], 0, dtype=torch.long, left=True).to(device)
         with _sampling_mode(model, self.config), self.accelerator.autocast():
-            output = model.generate(
-                input_ids=inputs["input_ids"],
-                attention_mask=inputs["attention_mask"],
-                generation_config=self.config,
-            )
-        return [self._cut(ids) for ids in output[:, inputs["input_ids"].shape[1] :].tolist()]
+            output = model.generate(input_ids=ids, attention_mask=mask, generation_config=self.config)
+        return [self._cut(completion) for completion in output[:, ids.shape[1] :].tolist()]
 
     def _cut(self, ids: list[int]) -> Completion:
         """The completion up to its first end-of-sequence token; what stands after that is padding."""
@@ -57,7 +46,9 @@ class TransformersGenerator:
         return Completion(ids, is_truncated=True)
 
 
-def generation_config(sampling: SamplingSettings, *, tokenizer: Any, eos_token_ids: Sequence[int]) -> GenerationConfig:
+def generation_config(
+    sampling: SamplingSettings, *, pad_token_id: int, bos_token_id: int | None, eos_token_ids: Sequence[int]
+) -> GenerationConfig:
     """All that decides the distribution, said in full, so that nothing comes in from the model's own defaults."""
     values: dict[str, Any] = {
         "max_new_tokens": sampling.max_completion_length,
@@ -68,9 +59,9 @@ def generation_config(sampling: SamplingSettings, *, tokenizer: Any, eos_token_i
         "min_p": sampling.min_p,
         "repetition_penalty": sampling.repetition_penalty,
         "cache_implementation": sampling.cache_implementation,
-        "bos_token_id": tokenizer.bos_token_id,
+        "bos_token_id": bos_token_id,
         "eos_token_id": list(eos_token_ids),
-        "pad_token_id": tokenizer.pad_token_id,
+        "pad_token_id": pad_token_id,
         "use_cache": True,
         "disable_compile": True,
     }
@@ -78,7 +69,7 @@ def generation_config(sampling: SamplingSettings, *, tokenizer: Any, eos_token_i
 
 
 @contextmanager
-def _sampling_mode(model: nn.Module, config: GenerationConfig) -> Iterator[None]:
+def _sampling_mode(model: Any, config: GenerationConfig) -> Iterator[None]:
     """Evaluation mode and this generation config inside; the model's own come back after.
 
     `generate` fills what a passed config leaves open from the model's config, so that one is replaced as well. PEFT

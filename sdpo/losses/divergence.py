@@ -69,11 +69,9 @@ def jensen_shannon(student_logps: Tensor, teacher_logps: Tensor, *, alpha: float
     scales the loss down.
     """
     student_logps, teacher_logps = _aligned(student_logps, teacher_logps)
-    # logaddexp(-inf, -inf) has a NaN gradient; the lowest finite number stands for "no mass" instead.
-    lowest = torch.finfo(student_logps.dtype).min
-    mixture_logps = torch.logaddexp(
-        student_logps.clamp(min=lowest) + math.log1p(-alpha), teacher_logps.clamp(min=lowest) + math.log(alpha)
-    )
+    # logaddexp(-inf, -inf) has a NaN gradient; the lowest finite number stands for the student's "no mass" instead.
+    finite_logps = student_logps.clamp(min=torch.finfo(student_logps.dtype).min)
+    mixture_logps = torch.logaddexp(finite_logps + math.log1p(-alpha), teacher_logps + math.log(alpha))
     return (1 - alpha) * _kl(student_logps, mixture_logps) + alpha * _kl(teacher_logps, mixture_logps)
 
 

@@ -142,7 +142,7 @@ def distillation_term(terms: TokenTerms, batch: TrainingBatch, settings: Objecti
     """
     assert terms.divergence is not None, "a distillation weight above 0 needs the divergence"
     mask, step = batch.distillation_mask, batch.counts
-    per_token = masked(terms.divergence, mask)
+    per_token = terms.divergence
     if batch.old_logps is not None and settings.is_clip is not None:
         logps, old_logps = masked(terms.logps, mask), masked(batch.old_logps, mask)
         per_token = per_token * importance_weight(logps, old_logps, cap=settings.is_clip)

@@ -40,14 +40,14 @@ def group_advantages(rewards: Tensor, groups: Tensor, *, scale: ScaleRewards) ->
     lowest = torch.full_like(rewards, torch.inf).scatter_reduce_(0, group, rewards_or_inf, "amin")[group]
     above_lowest = torch.where(is_valid, rewards - lowest, 0.0)
     num_valid = sum_by_group(torch.ones_like(rewards))
-    centered = torch.where(is_valid, above_lowest - sum_by_group(above_lowest) / num_valid.clamp(min=1), 0.0)
+    centered = torch.where(is_valid, above_lowest - sum_by_group(above_lowest) / num_valid, 0.0)
 
     if scale == "group":
         std = (sum_by_group(centered.square()) / (num_valid - 1).clamp(min=1)).sqrt()
         centered = centered / (std + STD_EPSILON)
     elif scale == "batch":
         num_rows = is_valid.sum()
-        deviation = torch.where(is_valid, rewards - rewards.sum() / num_rows.clamp(min=1), 0.0)
+        deviation = torch.where(is_valid, rewards - rewards.sum() / num_rows, 0.0)
         std = (deviation.square().sum() / (num_rows - 1).clamp(min=1)).sqrt()
         centered = centered / (std + STD_EPSILON)
     return centered.float()

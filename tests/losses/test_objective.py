@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from sdpo.losses.divergence import divergence, masked, renormalize, reverse_kl, sampled_token_kl
-from sdpo.losses.objective import loss_fraction, objective, reduce_loss
+from sdpo.losses.objective import blend, loss_fraction, objective, reduce_loss
 from sdpo.losses.policy import group_advantages
 from sdpo.types import LossCounts, LossTerms, ObjectiveSettings, TokenTerms, TrainingBatch
 
@@ -172,8 +172,9 @@ def test_loss_is_the_weighted_sum_of_the_two_terms(weight: float):
     terms = terms_of(torch.rand(2, 3, generator=generator), -torch.rand(2, 3, generator=generator))
     policy = objective(terms, batch, replace(SETTINGS, weight=0.0)).loss
     distillation = objective(terms, batch, SETTINGS).loss
-    blend = objective(terms, batch, replace(SETTINGS, weight=weight)).loss
-    close(blend, (1 - weight) * policy + weight * distillation)
+    both = objective(terms, batch, replace(SETTINGS, weight=weight)).loss
+    close(both, (1 - weight) * policy + weight * distillation)
+    assert blend(policy.item(), distillation.item(), weight=weight) == pytest.approx(both.item(), abs=1e-6)
 
 
 def test_at_weight_one_the_policy_term_is_neither_computed_nor_logged():
@@ -278,6 +279,20 @@ def test_no_gradient_passes_through_the_importance_weight_of_the_distillation():
     objective(terms_of(per_token, logps), batch, SETTINGS).loss.backward()
     assert logps.grad is None
     close(per_token.grad, [[math.exp(0.5)]])
+
+
+def test_the_importance_weight_of_a_masked_token_leaves_its_gradient_zero_whatever_it_holds():
+    per_token = torch.tensor([[3.0, 3.0]], requires_grad=True)
+    batch = batch_of(mask_of(1, size=2), old_logps=torch.tensor([[0.0, math.nan]]))
+    objective(terms_of(per_token, torch.zeros(1, 2)), batch, SETTINGS).loss.backward()
+    assert per_token.grad.tolist() == [[1.0, 0.0]]
+
+
+def test_the_upper_clip_bound_is_that_of_the_settings():
+    # Ratio 2 at advantage 1, clipped to 1.28
+    batch = batch_of(mask_of(1, size=1), advantages=torch.ones(1), old_logps=torch.tensor([[-math.log(2)]]))
+    settings = replace(SETTINGS, weight=0.0, epsilon_high=0.28)
+    close(objective(terms_of(torch.zeros(1, 1)), batch, settings).loss, -1.28)
 
 
 def test_ratio_and_weight_are_exactly_one_at_the_first_use_of_a_block():
@@ -424,7 +439,7 @@ def test_minus_inf_among_served_log_probs_on_padding_leaves_loss_and_gradient_fi
 class Step:
     """Eight rows and a linear student of them, in fp64, so that one gradient belongs to any cut into microbatches.
 
-    Row 2 has no context, row 5 is out of the policy term, row 6 of both; lengths differ.
+    Rows 1 and 2 have no context, row 5 is out of the policy term, row 6 of both; lengths differ.
     """
 
     num_rows, size, num_features, vocabulary = 8, 4, 3, 5
@@ -443,7 +458,7 @@ class Step:
         rows = torch.arange(self.num_rows).unsqueeze(-1)
         self.batch = batch_of(
             mask & (rows != 5) & (rows != 6),
-            mask & (rows != 2) & (rows != 6),
+            mask & (rows != 1) & (rows != 2) & (rows != 6),
             completion_mask=mask,
             advantages=draw(self.num_rows),
             old_logps=-draw(self.num_rows, self.size).abs(),

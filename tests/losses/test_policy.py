@@ -75,8 +75,16 @@ def test_each_group_has_its_own_baseline_and_deviation():
 @pytest.mark.parametrize("scale", SCALES)
 @pytest.mark.parametrize("rewards", [(0.1, 0.1, 0.1), (NAN, 3.0, NAN), (NAN, NAN), (5.0,), (1e8 / 3,) * 7])
 def test_equal_rewards_or_a_single_or_no_reward_give_exactly_zero(rewards: tuple[float, ...], scale):
-    values = rewards_of(*rewards)
+    # In fp64 0.1 + 0.1 + 0.1 is not 3 times 0.1.
+    values = torch.tensor(rewards, dtype=torch.float64)
     assert group_advantages(values, one_group(values), scale=scale).tolist() == [0.0] * len(rewards)
+
+
+@pytest.mark.parametrize("scale", ["group", "batch"])
+def test_the_mean_of_large_fp32_rewards_is_not_rounded_to_fp32(scale):
+    # Deviations -3/2, 1/2, 1/2, 1/2, variance 3 / 3. fp32 rounds the sum 2^26 + 6, and they become -2, 0, 0, 0.
+    rewards = rewards_of(2**24, 2**24 + 2, 2**24 + 2, 2**24 + 2)
+    close(group_advantages(rewards, one_group(rewards), scale=scale), [-1.5 / 1.0001] + [0.5 / 1.0001] * 3)
 
 
 @pytest.mark.parametrize("scale", SCALES)
