@@ -4,9 +4,9 @@
     python examples/sdpo_math.py --model_name_or_path Qwen/Qwen2.5-Math-1.5B-Instruct --dataset_name openai/gsm8k \
         --dataset_config main --output_dir outputs/sdpo-gsm8k      # any model and any dataset of this kind
 
-Datasets like GSM8K (`question`, `answer` with the result after ####) and like MATH (`problem`, `solution` with the result
-in \\boxed{}) are read as they are; one with a `prompt` and an `answer` column is used unchanged. Every setting is a field
-of this script's arguments, of `sdpo.SDPOConfig` or of `trl.ModelConfig`.
+Datasets like GSM8K (`question`, `answer` with the result after ####) and like MATH (`problem`, `solution` with the
+result in \\boxed{}) are read as they are; one with a `prompt` and an `answer` column is used unchanged. Every setting is
+a field of this script's arguments, of `sdpo.SDPOConfig` or of `trl.ModelConfig`.
 """
 
 from __future__ import annotations
@@ -14,11 +14,12 @@ from __future__ import annotations
 import json
 import os
 import sys
-from dataclasses import dataclass, field, fields
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 from datasets import Dataset, load_dataset, load_from_disk
+from tqdm.auto import tqdm
 from trl import ModelConfig, TrlParser, get_peft_config, get_quantization_config
 
 from sdpo import SDPOConfig, SDPOTrainer, compare_teacher
@@ -47,14 +48,22 @@ class ScriptArguments:
     check_teacher: bool = field(
         default=False, metadata={"help": "Before training, compare the teacher's accuracy with the student's."}
     )
+    num_check_questions: int = field(default=16, metadata={"help": "Training questions that --check_teacher uses."})
 
+
+CARD = """
+## Self-distillation
+
+Trained with SDPO ([arXiv 2601.20802](https://arxiv.org/abs/2601.20802)) on {dataset}. Accuracy of sampled answers to
+held-out questions: {accuracy_before[mean]:.3f} before, {accuracy_after[mean]:.3f} after.
+"""
 
 # What a bare `python examples/sdpo_math.py` runs.
 DEMO_DEFAULTS: dict[str, Any] = {}
 
 
 def result_of(solution: str) -> str:
-    """The final answer of a worked solution: what follows ####, or else the solution itself for math-verify to read."""
+    """The final answer of a worked solution: what follows ####, or else all of it, for math-verify to read."""
     return solution.rsplit("####", 1)[1].strip().replace(",", "") if "####" in solution else solution
 
 
@@ -117,17 +126,84 @@ def load_data(arguments: ScriptArguments) -> tuple[Dataset, Dataset, Any]:
 
 
 def accuracy(trainer: SDPOTrainer, questions: Dataset, *, num_samples: int) -> Estimate:
-    """Share of successful answers at the training temperature, `num_samples` a question."""
+    """Share of successful answers, `num_samples` sampled a question as in training."""
     examples = [row for row in questions for _ in range(num_samples)]
-    size = trainer.args.eval_batch_size * trainer.args.gradient_accumulation_steps
-    rewards: list[float] = []
-    from tqdm.auto import tqdm
-
-    batches = range(0, len(examples), size)
-    for start in tqdm(batches, desc="Held-out answers", disable=trainer.args.disable_tqdm, leave=False):
+    size = trainer.args.eval_batch_size
+    is_success: list[float] = []
+    starts = range(0, len(examples), size)
+    for start in tqdm(starts, desc="Held-out answers", disable=trainer.args.disable_tqdm, leave=False):
         batch = examples[start : start + size]
         scored = trainer.scorer.score(trainer.roll_out(batch, "eval"), batch, trainer_state=trainer.state)
         threshold = trainer.args.success_reward_threshold
-        rewards += [float(row.reward is not None and row.reward >= threshold) for row in scored]
-    by_question = [sum(rewards[i : i + num_samples]) / num_samples for i in range(0, len(rewards), num_samples)]
-    return Estimate.of(by_question)
+        is_success += [float(row.reward is not None and row.reward >= threshold) for row in scored]
+    return Estimate.of(
+        [sum(is_success[i : i + num_samples]) / num_samples for i in range(0, len(examples), num_samples)]
+    )
+
+
+def parse(arguments: list[str]) -> tuple[ScriptArguments, SDPOConfig, ModelConfig]:
+    """The three groups of settings; without a model and a dataset, those of the demo come first."""
+    is_demo = not any(name in arguments for name in ("--model_name_or_path", "--dataset_name", "--config"))
+    defaults = [str(word) for pair in DEMO_DEFAULTS.items() for word in pair] if is_demo else []
+    parser = TrlParser((ScriptArguments, SDPOConfig, ModelConfig))
+    return parser.parse_args_and_config([*defaults, *arguments])
+
+
+def model_settings(model_arguments: ModelConfig) -> dict[str, Any]:
+    """Arguments of `from_pretrained` that the command line names."""
+    settings = {
+        "dtype": model_arguments.dtype,
+        "attn_implementation": model_arguments.attn_implementation,
+        "revision": model_arguments.model_revision,
+        "quantization_config": get_quantization_config(model_arguments),
+    }
+    return {name: value for name, value in settings.items() if value is not None}
+
+
+def main(arguments: list[str]) -> None:
+    script, config, model_arguments = parse(arguments)
+    model = model_arguments.model_name_or_path
+    if model is None:
+        from demo_model import embedded_model
+
+        model, model_arguments.dtype = embedded_model(), "float32"
+    config.model_init_kwargs = {**model_settings(model_arguments), **(config.model_init_kwargs or {})}
+    if script.feedback_column is not None:
+        config.include_environment_feedback = True
+    train, test, reward = load_data(script)
+    trainer = SDPOTrainer(
+        model=model,
+        reward_funcs=reward,
+        args=config,
+        train_dataset=train,
+        eval_dataset=test if config.eval_strategy != "no" else None,
+        peft_config=get_peft_config(model_arguments),
+    )
+    if script.check_teacher:
+        print(compare_teacher(trainer, num_prompts=script.num_check_questions), flush=True)
+    before = accuracy(trainer, test, num_samples=script.num_test_samples)
+    print(f"held-out accuracy before: {before.mean:.3f} (standard error {before.standard_error:.3f})", flush=True)
+    trainer.train()
+    after = accuracy(trainer, test, num_samples=script.num_test_samples)
+    print(f"held-out accuracy after:  {after.mean:.3f} (standard error {after.standard_error:.3f})", flush=True)
+    save(trainer, {"accuracy_before": asdict(before), "accuracy_after": asdict(after)}, script)
+
+
+def save(trainer: SDPOTrainer, accuracies: dict[str, Any], script: ScriptArguments) -> None:
+    """Writes model, tokenizer, metrics and a short model card to the output folder."""
+    trainer.save_model()
+    trainer.save_state()
+    if not trainer.is_world_process_zero():
+        return
+    folder = Path(trainer.args.output_dir)
+    (folder / "accuracy.json").write_text(json.dumps(accuracies, indent=2))
+    trainer.create_model_card(tags=["sdpo", "reinforcement-learning"])
+    with open(folder / "README.md", "a") as card:
+        card.write(
+            CARD.format(dataset=script.dataset_name or f"{script.task} of examples/demo_tasks.py", **accuracies)
+        )
+    print(f"model, metrics and model card are in {folder}")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

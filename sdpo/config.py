@@ -21,6 +21,7 @@ from dataclasses import dataclass, field, fields, replace
 from numbers import Integral, Real
 from typing import Any, ClassVar, Literal, NamedTuple, TypeVar, Union, get_args, get_origin, get_type_hints
 
+import torch
 from transformers import GenerationConfig, TrainingArguments
 from transformers.generation.configuration_utils import ALL_CACHE_IMPLEMENTATIONS
 from transformers.utils import is_torch_bf16_gpu_available, is_torch_xla_available
@@ -421,11 +422,11 @@ class SDPOConfig(TrainingArguments):
         _check_ranges(self)
         for rule in _RULES:
             rule(self)
+        self._resolve_device()
         self._resolve_bf16()
         self._resolve_checkpointing_name()
         super().__post_init__()
         self._resolve_block()
-        self._check_eval_batch()
 
     @classmethod
     def preset(cls, name: PresetName, **overrides: Any) -> SDPOConfig:
@@ -529,6 +530,10 @@ class SDPOConfig(TrainingArguments):
     def _sampled_with(self, name: str) -> Any:
         return _as_dict(self.generation_kwargs).get(_override_key(name, self.use_vllm), getattr(self, name))
 
+    def _resolve_device(self) -> None:
+        """Says so where there is only a CPU: without it, bf16 is refused and processes do not find each other."""
+        self.use_cpu = self.use_cpu or not torch.accelerator.is_available()
+
     def _resolve_bf16(self) -> None:
         if self.bf16 is None:
             can_bf16 = is_torch_bf16_gpu_available() or is_torch_xla_available()
@@ -572,19 +577,6 @@ class SDPOConfig(TrainingArguments):
                 f"generation_batch_size to a multiple of {unit}, such as "
                 f"{_nearest(self.generation_batch_size, unit)}, or num_generations to one of "
                 f"{_divisors(self.generation_batch_size)}."
-            )
-
-    def _check_eval_batch(self) -> None:
-        if not self.do_eval or self.eval_strategy == "no":
-            return
-        batch = self.per_device_eval_batch_size * self.world_size
-        group = self.num_generations_eval or self.num_generations
-        if batch % group:
-            raise ValueError(
-                f"The global evaluation batch, per_device_eval_batch_size ({self.per_device_eval_batch_size}) * "
-                f"{self.world_size} processes = {batch}, is not divisible by the {group} completions a prompt has in "
-                f"evaluation. Set num_generations_eval to one of {_divisors(batch)}, or per_device_eval_batch_size to "
-                f"a multiple of {math.lcm(self.world_size, group) // self.world_size}."
             )
 
 

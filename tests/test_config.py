@@ -177,6 +177,7 @@ def test_gradient_checkpointing_can_be_switched_off_by_either_of_its_names() -> 
 def test_bf16_is_on_where_fp16_is_off_and_the_device_can(monkeypatch, can, settings, expected) -> None:
     for module in ("sdpo.config", "transformers.training_args"):
         monkeypatch.setattr(f"{module}.is_torch_bf16_gpu_available", lambda: can)
+    monkeypatch.setattr("torch.accelerator.is_available", lambda: can)
     assert SDPOConfig(**settings).bf16 is expected
 
 
@@ -479,13 +480,16 @@ def test_a_block_holds_whole_microbatches_and_whole_groups() -> None:
     assert "a multiple of 24" in message and "[1, 2, 4, 8]" in message
 
 
-def test_evaluation_needs_whole_groups_where_there_is_any() -> None:
-    evaluated = {"eval_strategy": "steps", "per_device_eval_batch_size": 6}
-    message = refused("global evaluation batch", **evaluated)  # 6 is not divisible by 8
-    assert "[1, 2, 3, 6]" in message and "a multiple of 8" in message
-    SDPOConfig(**evaluated, num_generations_eval=3)
-    SDPOConfig(per_device_eval_batch_size=6)
-    assert SDPOConfig(eval_strategy="steps").do_eval is True
+def test_the_size_of_an_evaluation_batch_is_left_to_the_trainer() -> None:
+    config = SDPOConfig(eval_strategy="steps", per_device_eval_batch_size=6)  # 6 is not divisible by 8
+    assert config.do_eval is True and config.per_device_eval_batch_size == 6
+
+
+def test_a_machine_without_an_accelerator_trains_on_the_cpu(monkeypatch) -> None:
+    monkeypatch.setattr("torch.accelerator.is_available", lambda: False)
+    assert SDPOConfig().use_cpu is True
+    monkeypatch.setattr("torch.accelerator.is_available", lambda: True)
+    assert SDPOConfig().use_cpu is False and SDPOConfig(use_cpu=True).use_cpu is True
 
 
 # --- templates ------------------------------------------------------------------------------------------------------
