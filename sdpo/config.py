@@ -532,7 +532,7 @@ class SDPOConfig(TrainingArguments):
 
     def _resolve_device(self) -> None:
         """Says so where there is only a CPU: without it, bf16 is refused and processes do not find each other."""
-        self.use_cpu = self.use_cpu or not torch.accelerator.is_available()
+        self.use_cpu: bool = self.use_cpu or not torch.accelerator.is_available()
 
     def _resolve_bf16(self) -> None:
         if self.bf16 is None:

@@ -57,8 +57,8 @@ class Metrics:
         finite = {n: [(v, c) for v, c in entries if math.isfinite(v) and c > 0] for n, entries in pairs.items()}
         return {
             "sums": {n: (sum(v for v, _ in e), sum(c for _, c in e)) for n, e in finite.items()},
-            "lows": {n: min(values) for n, values in self._lows.items() if values},
-            "highs": {n: max(values) for n, values in self._highs.items() if values},
+            "lows": {n: min(values, default=math.inf) for n, values in self._lows.items()},
+            "highs": {n: max(values, default=-math.inf) for n, values in self._highs.items()},
         }
 
     def clear(self) -> None:
@@ -105,7 +105,8 @@ def merge(snapshots: Iterable[Mapping[str, Any]]) -> dict[str, float | None]:
         for name, value in snapshot["highs"].items():
             highs[name] = max(value, highs.get(name, -math.inf))
     means = {name: total / number if number else None for name, (total, number) in sums.items()}
-    return {**means, **lows, **highs}
+    extremes = {name: value if math.isfinite(value) else None for name, value in [*lows.items(), *highs.items()]}
+    return {**means, **extremes}
 
 
 # --- what a block of completions looks like --------------------------------------------------

@@ -291,7 +291,9 @@ def _as_list(value: Any) -> list[Any]:
 
 
 def _name_of(function: Any, index: int) -> str:
-    """Name of a reward function: of what a partial wraps, of an instance's class, the last part of a model's id.
+    """Name of a reward function: its own, that of what a partial wraps, the last part of a model's id.
+
+    An instance without a `__name__` has the name of its class.
 
     Raises:
         TypeError: it cannot be called.
@@ -306,8 +308,7 @@ def _name_of(function: Any, index: int) -> str:
         raise TypeError(
             f"reward function {index} is {_shown(function)}; give a callable, a classification model or its id"
         )
-    is_named = inspect.isroutine(function) or inspect.isclass(function)
-    return function.__name__ if is_named else type(function).__name__
+    return str(getattr(function, "__name__", type(function).__name__))
 
 
 def _unique(names: Sequence[str]) -> list[str]:

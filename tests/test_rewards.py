@@ -137,6 +137,12 @@ class Judge:
         return self(completions)
 
 
+class NamedJudge(Judge):
+    def __init__(self):
+        super().__init__()
+        self.__name__ = "strict"
+
+
 class AsyncJudge:
     async def __call__(self, completions, **_):
         return await awaited(completions)
@@ -154,6 +160,7 @@ def hidden_async(completions, **_):
         (hidden_async, "hidden_async"),
         (Judge(), "Judge"),
         (Judge().method, "method"),
+        (NamedJudge(), "strict"),
         (AsyncJudge(), "AsyncJudge"),
         (functools.partial(plain, extra=1), "plain"),
         (functools.partial(functools.partial(awaited, extra=1), other=2), "awaited"),

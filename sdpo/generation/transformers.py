@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from accelerate import Accelerator
 from accelerate.utils import is_peft_model
-from torch import nn
-from transformers import GenerationConfig
+from torch import Tensor, nn
+from transformers import DynamicCache, GenerationConfig
 
 from sdpo.collate import pad
 from sdpo.types import Completion, SamplingSettings
@@ -35,8 +35,32 @@ class TransformersGenerator:
         ids = pad(prompt_ids, self.config.pad_token_id, dtype=torch.long, left=True).to(device)
         mask = pad([[1] * len(prompt) for prompt in prompt_ids], 0, dtype=torch.long, left=True).to(device)
         with _sampling_mode(model, self.config), self.accelerator.autocast():
-            output = model.generate(input_ids=ids, attention_mask=mask, generation_config=self.config)
+            cache = self._shared_prefill(model, prompt_ids, ids, mask)
+            output = model.generate(input_ids=ids, attention_mask=mask, generation_config=self.config, **cache)
         return [self._cut(completion) for completion in output[:, ids.shape[1] :].tolist()]
+
+    def _shared_prefill(
+        self, model: Any, prompt_ids: Sequence[list[int]], ids: Tensor, mask: Tensor
+    ) -> dict[str, DynamicCache]:
+        """Keys and values of all prompt tokens but the last, computed once a group and handed to each of its rows.
+
+        By the name of the argument that takes them; empty where that saves nothing, or where the model keeps another
+        kind of cache.
+        """
+        is_first = [i == 0 or prompt_ids[i] != prompt_ids[i - 1] for i in range(len(prompt_ids))]
+        if all(is_first) or ids.shape[1] < 2 or self.config.cache_implementation is not None:
+            return {}
+        first = torch.tensor(is_first, device=ids.device)
+        positions = (mask.cumsum(-1) - 1).clamp(min=0)[first, :-1]
+        output = model(
+            input_ids=ids[first, :-1], attention_mask=mask[first, :-1], position_ids=positions, use_cache=True
+        )
+        name = "cache" if "cache" in output else "past_key_values"  # renamed in transformers 5.24
+        cache = output[name]
+        if type(cache) is not DynamicCache:
+            return {}
+        cache.batch_select_indices(first.cumsum(0) - 1)
+        return {name: cache}
 
     def _cut(self, ids: list[int]) -> Completion:
         """The completion up to its first end-of-sequence token; what stands after that is padding."""
