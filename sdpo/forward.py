@@ -14,8 +14,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from sdpo.collate import lay_out
 from sdpo.losses import divergence as dv
-from sdpo.types import ObjectiveSettings, TokenTerms, TrainingBatch
+from sdpo.types import ObjectiveSettings, Sequences, TokenTerms, TrainingBatch
 
 # Logits held at once, in numbers (64 MB in fp32): small beside any model, large enough to keep a device busy.
 CHUNK_LOGITS = 2**24
@@ -88,7 +89,8 @@ def check_head(model: Any) -> None:
     ids = torch.tensor([[0, 1]], device=next(model.parameters()).device)
     expected = model(input_ids=ids, use_cache=False).logits[0].float()
     head = find_head(model)
-    found = head.logits(hidden_states(model, ids, torch.ones_like(ids), head=head)[0], 1.0)
+    two = lay_out([[0]], [[1]], [[0]], pad_token_id=0).to(ids.device)
+    found = head.logits(hidden_states(model, two, head=head), 1.0)
     model.train(was_training)
     # The same operations on the same numbers; a loose bound allows for another kernel, not for another formula.
     if not torch.allclose(found, expected, rtol=1e-2, atol=1e-2 * max(1.0, expected.abs().max().item())):
@@ -99,25 +101,78 @@ def check_head(model: Any) -> None:
         )
 
 
-def hidden_states(model: nn.Module, ids: Tensor, mask: Tensor, *, head: Head) -> Tensor:
-    """(B, L, H) inputs of the output head. `model` may be wrapped (DDP, ...); the head runs on one token only."""
+def hidden_states(model: nn.Module, sequences: Sequences, *, head: Head) -> Tensor:
+    """(S * L, H) inputs of the output head. `model` may be wrapped (DDP, ...); the head runs on one token only."""
     captured: list[Tensor] = []
 
     def keep(_: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         captured.append(args[0])
         return (args[0][:, -1:], *args[1:])
 
+    # Positions count from 0 by default, which is right for a sequence that starts with its prompt.
+    inputs = {"position_ids": sequences.positions} if sequences.is_shared else {}
+    mask = attention_mask(sequences, dtype=head.module.weight.dtype)
     handle = head.module.register_forward_pre_hook(keep)
     try:
-        model(input_ids=ids, attention_mask=mask.long(), use_cache=False)
+        model(input_ids=sequences.ids, attention_mask=mask, use_cache=False, **inputs)
     finally:
         handle.remove()
-    return captured[0]
+    return captured[0].flatten(0, 1)
+
+
+def attention_mask(sequences: Sequences, *, dtype: torch.dtype) -> Tensor:
+    """(S, L), 1 on the tokens that exist; for shared prompts (S, 1, L, L), 0 where a token may look, else very low.
+
+    Every token sees itself, padding too: a row of a softmax over nothing would be NaN.
+    """
+    segments = sequences.segments
+    if not sequences.is_shared:
+        return (segments >= 0).long()
+    own, other = segments.unsqueeze(2), segments.unsqueeze(1)
+    is_before = torch.ones(segments.shape[1], segments.shape[1], dtype=torch.bool, device=segments.device).tril()
+    may_look = is_before & ((other == 0) | (other == own))
+    dtype = torch.get_autocast_dtype(segments.device.type) if _is_autocast(segments.device) else dtype
+    return torch.where(may_look, 0.0, torch.finfo(dtype).min).to(dtype).unsqueeze(1)
+
+
+def _is_autocast(device: torch.device) -> bool:
+    return torch.is_autocast_enabled(device.type)
+
+
+@torch.no_grad()
+def can_share_prompts(model: Any) -> bool:
+    """Whether completions that stand behind one prompt in one sequence get the hidden states they get alone.
+
+    Tried on the model itself. Not so for a sliding window, for layers without attention, or for kernels that take no
+    mask of their own.
+    """
+    config = model.config.get_text_config()
+    layers = getattr(config, "layer_types", None)
+    is_full = (
+        all(kind == "full_attention" for kind in layers) if layers else not getattr(config, "sliding_window", None)
+    )
+    if not is_full or model.config._attn_implementation not in ("eager", "sdpa"):
+        return False
+    was_training = model.training
+    model.eval()
+    prompt, completions = [0, 1, 2], [[3, 4], [5, 6, 7]]
+    vocabulary = model.get_input_embeddings().weight.shape[0]
+    prompts = [[i % vocabulary for i in prompt]] * 2
+    completions = [[i % vocabulary for i in completion] for completion in completions]
+    device = next(model.parameters()).device
+    head = find_head(model)
+    found = []
+    for groups in ([[0, 1]], [[0], [1]]):
+        laid_out = lay_out(prompts, completions, groups, pad_token_id=0).to(device)
+        found.append(hidden_states(model, laid_out, head=head)[laid_out.predictors[:, :2].flatten()].float())
+    model.train(was_training)
+    together, apart = found
+    return torch.allclose(together, apart, rtol=1e-2, atol=1e-2 * max(1.0, apart.abs().max().item()))
 
 
 @dataclass(frozen=True, slots=True)
 class TokenIndex:
-    """Positions of the tokens to compute: `rows`, `columns` (N,) in the (B, T) grid of completions."""
+    """The tokens to compute: `rows`, `columns` (N,) in the (B, T) grid of completions."""
 
     rows: Tensor
     columns: Tensor
@@ -128,9 +183,9 @@ class TokenIndex:
         rows, columns = mask.nonzero(as_tuple=True)
         return cls(rows, columns, (mask.shape[0], mask.shape[1]))
 
-    def pick(self, hidden: Tensor, prompt_lengths: Tensor) -> Tensor:
-        """(N, H) hidden states that predict the tokens: each stands one position before its token."""
-        return hidden[self.rows, prompt_lengths[self.rows] - 1 + self.columns]
+    def of_grid(self, values: Tensor) -> Tensor:
+        """(N,) entries of a (B, T) tensor."""
+        return values[self.rows, self.columns]
 
     def spread(self, values: Tensor) -> Tensor:
         """(B, T) tensor with values (N,) in their places and 0 elsewhere."""
@@ -159,16 +214,15 @@ def _in_chunks(
 
 @torch.no_grad()
 def completion_logps(model: nn.Module, head: Head, batch: TrainingBatch, *, temperature: float) -> Tensor:
-    """(B, T) log-probs of the completion's tokens, no gradient, 0 where there is none."""
-    index = TokenIndex.of(batch.completion_mask)
-    hidden = index.pick(hidden_states(model, batch.student_ids, batch.student_mask, head=head), batch.prompt_lengths)
+    """(B, T) log-probs of the tokens that some loss trains on, no gradient, 0 elsewhere."""
+    index = TokenIndex.of(batch.policy_mask | batch.distillation_mask)
+    hidden = hidden_states(model, batch.student, head=head)[index.of_grid(batch.student.predictors)]
 
     def run(hidden: Tensor, ids: Tensor) -> tuple[Tensor]:
         logits = head.logits(hidden, temperature)
         return (_gather(logits, ids) - logits.logsumexp(-1),)
 
-    ids = batch.completion_ids[index.rows, index.columns]
-    return index.spread(_in_chunks(run, (hidden, ids), chunk_size(head))[0])
+    return index.spread(_in_chunks(run, (hidden, index.of_grid(batch.completion_ids)), chunk_size(head))[0])
 
 
 def token_terms(
@@ -181,23 +235,22 @@ def token_terms(
     teacher_head: Head | None,
 ) -> TokenTerms:
     """Per-token values of every token that some term trains on; the teacher's forward has no gradient."""
-    index = TokenIndex.of(trained_tokens(batch, settings))
-    student_hidden = hidden_states(model, batch.student_ids, batch.student_mask, head=head)
-    student = index.pick(student_hidden, batch.prompt_lengths)
-    taught = None
-    if teacher is not None and teacher_head is not None:
-        with torch.no_grad():
-            teacher_hidden = hidden_states(teacher, batch.teacher_ids, batch.teacher_mask, head=teacher_head)
-            taught = index.pick(teacher_hidden, batch.teacher_prompt_lengths)
+    student = hidden_states(model, batch.student, head=head)
 
-    def run(student: Tensor, taught: Tensor | None, ids: Tensor) -> tuple[Tensor, ...]:
-        logits = head.logits(student, settings.temperature)
-        log_z = logits.logsumexp(-1)
-        logps = _gather(logits, ids) - log_z
-        with torch.no_grad():
-            entropy = torch.special.entr((logits - log_z.unsqueeze(-1)).exp()).sum(-1)
-        if taught is None or teacher_head is None:
-            return logps, entropy
+    def compute(index: TokenIndex, taught: Tensor | None, run: Callable[..., tuple[Tensor, ...]]) -> list[Tensor]:
+        hidden = student[index.of_grid(batch.student.predictors)]
+        values = _in_chunks(run, (hidden, taught, index.of_grid(batch.completion_ids)), chunk_size(head))
+        return [index.spread(v) for v in values]
+
+    def run_alone(hidden: Tensor, _: None, ids: Tensor) -> tuple[Tensor, ...]:
+        return _own_values(head.logits(hidden, settings.temperature), ids)[:2]
+
+    if teacher is None or teacher_head is None:
+        return TokenTerms(*compute(TokenIndex.of(batch.policy_mask), None, run_alone))
+
+    def run_taught(hidden: Tensor, taught: Tensor, ids: Tensor) -> tuple[Tensor, ...]:
+        logits = head.logits(hidden, settings.temperature)
+        logps, entropy, log_z = _own_values(logits, ids)
         with torch.no_grad():
             teacher_logits = teacher_head.logits(taught, settings.temperature)
             teacher_log_z = teacher_logits.logsumexp(-1)
@@ -205,22 +258,25 @@ def token_terms(
         if settings.mode == "sampled_token":
             distance = dv.sampled_token_kl(logps, teacher_logps)
         else:
-            student_view, teacher_view = _views(logits, log_z, teacher_logits, teacher_log_z, settings)
-            distance = dv.divergence(student_view, teacher_view, alpha=settings.alpha)
+            views = _views(logits, log_z, teacher_logits, teacher_log_z, settings)
+            distance = dv.divergence(*views, alpha=settings.alpha)
         return logps, entropy, distance, teacher_logps - logps.detach()
 
-    ids = batch.completion_ids[index.rows, index.columns]
-    values = [index.spread(v) for v in _in_chunks(run, (student, taught, ids), chunk_size(head))]
-    return TokenTerms(*values)
+    index = TokenIndex.of(batch.distillation_mask)
+    with torch.no_grad():
+        taught = hidden_states(teacher, batch.teacher, head=teacher_head)[index.of_grid(batch.teacher.predictors)]
+    logps, entropy, distance, credit = compute(index, taught, run_taught)
+    rest = TokenIndex.of(batch.policy_mask & ~batch.distillation_mask)
+    other_logps, other_entropy = compute(rest, None, run_alone)
+    return TokenTerms(logps + other_logps, entropy + other_entropy, distance, credit)
 
 
-def trained_tokens(batch: TrainingBatch, settings: ObjectiveSettings) -> Tensor:
-    """(B, T) bool, the tokens that the policy or the distillation term trains on at this weight."""
-    if settings.weight == 1.0:
-        return batch.distillation_mask
-    if settings.weight == 0.0:
-        return batch.policy_mask
-    return batch.policy_mask | batch.distillation_mask
+def _own_values(logits: Tensor, ids: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Log-prob of the token, entropy (no gradient) and log normalizer of the student, each (N,)."""
+    log_z = logits.logsumexp(-1)
+    with torch.no_grad():
+        entropy = torch.special.entr((logits - log_z.unsqueeze(-1)).exp()).sum(-1)
+    return _gather(logits, ids) - log_z, entropy, log_z
 
 
 def _gather(logits: Tensor, ids: Tensor) -> Tensor:

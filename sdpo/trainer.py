@@ -96,6 +96,8 @@ class SDPOTrainer(Trainer):
             optimizers=optimizers,
         )
         forward.check_head(self.model)
+        hidden_size = self.model.config.get_text_config().hidden_size
+        self.token_cost = 6.0 * hidden_size if forward.can_share_prompts(self.model) else None
         self.scorer = RewardScorer(
             reward_funcs,
             reward_weights=args.reward_weights,
@@ -285,6 +287,8 @@ class SDPOTrainer(Trainer):
             rows,
             pad_token_id=self.tokenizer.tokenizer.pad_token_id,
             mask_truncated_completions=self.args.mask_truncated_completions,
+            weight=self.args.distillation_weight,
+            token_cost=self.token_cost,
         )
 
     def _add_logps(self, batches: list[TrainingBatch], phase: Phase) -> list[TrainingBatch]:
@@ -342,10 +346,10 @@ class SDPOTrainer(Trainer):
         return inputs.to(self.args.device)
 
     def floating_point_ops(self, inputs: TrainingBatch) -> int:
-        return super().floating_point_ops({self.model.main_input_name: inputs.student_ids})
+        return super().floating_point_ops({self.model.main_input_name: inputs.student.ids})
 
     def _track_num_input_tokens(self, inputs: TrainingBatch) -> None:
-        names = {self.model.main_input_name: inputs.student_ids, "attention_mask": inputs.student_mask}
+        names = {self.model.main_input_name: inputs.student.ids, "attention_mask": inputs.student.segments >= 0}
         super()._track_num_input_tokens(names)
 
     # --- evaluation and logging -------------------------------------------------------------------

@@ -1,14 +1,14 @@
 """Values that pass between the stages of a step. All are frozen: a stage returns a new value.
 
-Letters: B rows of a microbatch, P prompt, Q teacher prompt, L = P + T student sequence, M = Q + T teacher sequence,
-T completion, V vocabulary, K support, G group. A *row* is one completion. A *block* is all rows of one generation.
+Letters: B rows of a microbatch, S sequences, L their length, P prompt, Q teacher prompt, T completion, V vocabulary,
+K support, G group. A *row* is one completion. A *block* is all rows of one generation.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -187,23 +187,42 @@ class LossCounts:
 
 
 @dataclass(frozen=True, slots=True)
-class TrainingBatch:
-    """One microbatch. Student and teacher sequences are [prompt; completion] without a gap, padded on the right.
+class Sequences:
+    """What a model reads for the rows of a microbatch, S sequences padded on the right to L tokens.
 
-    student_ids, student_mask (B, L); teacher_ids, teacher_mask (B, M); prompt_lengths, teacher_prompt_lengths (B,);
+    A sequence is a prompt and one or more completions of it, without gaps: rows with the same prompt may share it.
+    ids, positions (S, L); segments (S, L): 0 on the prompt, n on its n-th completion, -1 on padding. A token sees the
+    prompt and its own segment up to itself. predictors (B, T): where in the flattened (S * L) the hidden state stands
+    that predicts the token (b, t); 0 for a row that is in no sequence because nothing is computed for it.
+    is_shared: some sequence holds several completions.
+    """
+
+    ids: Tensor
+    positions: Tensor
+    segments: Tensor
+    predictors: Tensor
+    is_shared: bool
+
+    def to(self, device: torch.device | str) -> Sequences:
+        """The same sequences with every tensor on `device`."""
+        return _moved(self, device)
+
+
+@dataclass(frozen=True, slots=True)
+class TrainingBatch:
+    """One microbatch.
+
+    student: sequences of the rows with a token in some loss; teacher: of the rows with a token to distill.
     completion_ids (B, T); completion_mask (B, T) bool, true on the tokens that exist; policy_mask and
     distillation_mask (B, T) bool, the tokens each loss term trains on (subsets of completion_mask); advantages (B,);
     old_logps (B, T), log-probs under the weights that sampled the block, None where those are still the current ones;
     reference_logps (B, T), log-probs under the initial policy, None where beta is 0; sampled_logps (B, T), the
-    sampler's own, None where it is the policy. Log-probs are of logits / temperature, in nats, 0 off completion_mask.
+    sampler's own, None where it is the policy. Log-probs are of logits / temperature, in nats, 0 where no loss needs
+    them.
     """
 
-    student_ids: Tensor
-    student_mask: Tensor
-    teacher_ids: Tensor
-    teacher_mask: Tensor
-    prompt_lengths: Tensor
-    teacher_prompt_lengths: Tensor
+    student: Sequences
+    teacher: Sequences
     completion_ids: Tensor
     completion_mask: Tensor
     policy_mask: Tensor
@@ -216,9 +235,16 @@ class TrainingBatch:
 
     def to(self, device: torch.device | str) -> TrainingBatch:
         """The same batch with every tensor on `device`."""
-        values = {f.name: getattr(self, f.name) for f in fields(self)}
-        moved: dict[str, Any] = {k: v.to(device) for k, v in values.items() if isinstance(v, Tensor)}
-        return replace(self, **moved)
+        return _moved(self, device)
+
+
+_Moved = TypeVar("_Moved", Sequences, TrainingBatch)
+
+
+def _moved(value: _Moved, device: torch.device | str) -> _Moved:
+    found = {f.name: getattr(value, f.name) for f in fields(value)}
+    changes: dict[str, Any] = {n: v.to(device) for n, v in found.items() if isinstance(v, Tensor | Sequences)}
+    return replace(value, **changes)
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,6 +22,7 @@ LAYERS = (
 SAME_LAYER = {
     ("config", "types"),  # the frozen views
     ("generation", "collate"),  # prompts are padded for the sampler, and padding has one home
+    ("forward", "collate"),  # the layout it tries the model on
     ("trainer", "callbacks"),
 }
 # What a unit must not import although its layer would allow it.

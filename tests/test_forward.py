@@ -18,9 +18,12 @@ from transformers import (
     GPT2LMHeadModel,
     GraniteConfig,
     GraniteForCausalLM,
+    MambaConfig,
+    MambaForCausalLM,
 )
 
 from sdpo import forward
+from sdpo.collate import pad, sequences
 from sdpo.losses import divergence as dv
 from sdpo.types import ObjectiveSettings, TrainingBatch
 
@@ -41,46 +44,39 @@ SETTINGS = ObjectiveSettings(
 )
 
 
-def make_batch(*, num_tokens: int = 40) -> TrainingBatch:
-    """Three rows of unequal lengths; the last has nothing to distill."""
+def make_batch(*, share: bool = True, num_tokens: int = 40) -> tuple[TrainingBatch, Any]:
+    """Three rows of unequal lengths and what they are made of; two have the same prompt, one nothing to distill."""
     generator = torch.Generator().manual_seed(1)
 
     def ids(*shape: int) -> Tensor:
         return torch.randint(8, num_tokens, shape, generator=generator)
 
-    prompts, teacher_prompts, lengths = [3, 5, 2], [6, 4, 9], [4, 2, 6]
-    completions = [ids(n) for n in lengths]
-    students = [torch.cat([ids(p), c]) for p, c in zip(prompts, completions, strict=True)]
-    teachers = [torch.cat([ids(p), c]) for p, c in zip(teacher_prompts, completions, strict=True)]
-
-    def stack(rows: list[Tensor]) -> tuple[Tensor, Tensor]:
-        padded = nn.utils.rnn.pad_sequence(rows, batch_first=True)
-        return padded, torch.arange(padded.shape[1]) < torch.tensor([len(r) for r in rows]).unsqueeze(1)
-
-    (student_ids, student_mask), (teacher_ids, teacher_mask) = stack(students), stack(teachers)
-    completion_ids, mask = stack(completions)
+    shared, other = ids(3).tolist(), ids(5).tolist()
+    prompts = [shared, other, shared]
+    teacher_prompts = [ids(n).tolist() for n in (6, 4, 9)]
+    completions = [ids(n).tolist() for n in (4, 2, 6)]
+    taught = [0, 1]
+    layout = {"pad_token_id": 0, "token_cost": 1e6 if share else None}
+    mask = pad([[1] * len(c) for c in completions], 0, dtype=torch.bool)
     return TrainingBatch(
-        student_ids=student_ids,
-        student_mask=student_mask,
-        teacher_ids=teacher_ids,
-        teacher_mask=teacher_mask,
-        prompt_lengths=torch.tensor(prompts),
-        teacher_prompt_lengths=torch.tensor(teacher_prompts),
-        completion_ids=completion_ids,
+        student=sequences(prompts, completions, [0, 1, 2], **layout),
+        teacher=sequences(teacher_prompts, completions, taught, **layout),
+        completion_ids=pad(completions, 0, dtype=torch.long),
         completion_mask=mask,
         policy_mask=mask,
-        distillation_mask=mask & torch.tensor([True, True, False]).unsqueeze(1),
+        distillation_mask=mask & torch.tensor([row in taught for row in range(3)]).unsqueeze(1),
         advantages=torch.tensor([1.0, -0.5, 0.2]),
-    )
+    ), (prompts, teacher_prompts, completions)
 
 
-def plain_logits(model: nn.Module, ids: Tensor, mask: Tensor, lengths: Tensor, shape: Any) -> Tensor:
+def plain_logits(model: nn.Module, prompts: Any, completions: Any) -> Tensor:
     """(B, T, V) logits / temperature, each row alone and unpadded."""
+    width = max(map(len, completions))
     rows = []
-    for i, length in enumerate(lengths.tolist()):
-        own = ids[i, : int(mask[i].sum())].unsqueeze(0)
-        logits = model(input_ids=own, use_cache=False).logits[0, length - 1 : -1].float() / SETTINGS.temperature
-        rows.append(nn.functional.pad(logits, (0, 0, 0, shape[1] - logits.shape[0])))
+    for prompt, completion in zip(prompts, completions, strict=True):
+        own = torch.tensor([[*prompt, *completion]])
+        logits = model(input_ids=own, use_cache=False).logits[0, len(prompt) - 1 : -1].float() / SETTINGS.temperature
+        rows.append(nn.functional.pad(logits, (0, 0, 0, width - logits.shape[0])))
     return torch.stack(rows)
 
 
@@ -114,20 +110,25 @@ MODES = [
 
 
 @pytest.mark.parametrize(("mode", "topk", "add_tail", "alpha"), MODES)
-@pytest.mark.parametrize("chunk", [1, 3, 10**6])
+@pytest.mark.parametrize(("chunk", "share"), [(1, True), (3, True), (10**6, True), (3, False)])
 def test_values_and_gradients_equal_the_plain_ones_in_every_mode(
-    tokenizer: Any, monkeypatch: pytest.MonkeyPatch, mode: Any, topk: Any, add_tail: bool, alpha: float, chunk: int
+    tokenizer: Any,
+    monkeypatch: pytest.MonkeyPatch,
+    mode: Any,
+    topk: Any,
+    add_tail: bool,
+    alpha: float,
+    chunk: int,
+    share: bool,
 ) -> None:
     monkeypatch.setattr(forward, "CHUNK_LOGITS", chunk * len(tokenizer))
     settings = replace(SETTINGS, mode=mode, topk=topk, add_tail=add_tail, alpha=alpha)
-    batch = make_batch()
+    batch, (prompts, teacher_prompts, completions) = make_batch(share=share)
     model, teacher = make_model(tokenizer, seed=0), make_model(tokenizer, seed=1).requires_grad_(False)
     mask = batch.distillation_mask
 
-    student_logits = plain_logits(model, batch.student_ids, batch.student_mask, batch.prompt_lengths, mask.shape)
-    teacher_logits = plain_logits(
-        teacher, batch.teacher_ids, batch.teacher_mask, batch.teacher_prompt_lengths, mask.shape
-    )
+    student_logits = plain_logits(model, prompts, completions)
+    teacher_logits = plain_logits(teacher, teacher_prompts, completions)
     expected = plain_divergence(student_logits, teacher_logits, batch, settings) * mask
     (expected.sum() / mask.sum()).backward()
     gradients = [p.grad.clone() for p in model.parameters()]
@@ -141,15 +142,17 @@ def test_values_and_gradients_equal_the_plain_ones_in_every_mode(
         assert (parameter.grad - gradient).abs().max() < 1e-5
     logps = student_logits.log_softmax(-1)
     chosen = logps.gather(-1, batch.completion_ids.unsqueeze(-1)).squeeze(-1)
-    assert (terms.logps - chosen * mask).abs().max() < 1e-5
-    assert (terms.entropy + (logps.exp() * logps).sum(-1) * mask).abs().max() < 1e-5
+    trained = mask | batch.policy_mask
+    assert (terms.logps - chosen * trained).abs().max() < 1e-5
+    assert (terms.entropy + (logps.exp() * logps).sum(-1) * trained).abs().max() < 1e-5
     taught = teacher_logits.log_softmax(-1).gather(-1, batch.completion_ids.unsqueeze(-1)).squeeze(-1)
     assert (terms.credit - (taught - chosen) * mask).abs().max() < 1e-5
 
 
 def test_nothing_to_train_on_gives_zero_gradients_not_none(tokenizer: Any) -> None:
-    batch = make_batch()
-    batch = replace(batch, distillation_mask=torch.zeros_like(batch.distillation_mask))
+    batch, _ = make_batch()
+    nothing = torch.zeros_like(batch.distillation_mask)
+    batch = replace(batch, distillation_mask=nothing, policy_mask=nothing)
     model = make_model(tokenizer)
     teacher = make_model(tokenizer, seed=1)
     for settings in (SETTINGS, replace(SETTINGS, mode="topk_logits", topk=5, add_tail=True)):
@@ -193,13 +196,32 @@ def test_what_a_family_does_after_its_head_is_done_in_chunks_too(family: str) ->
     torch.manual_seed(0)
     model = FAMILIES[family]().float().eval()
     forward.check_head(model)
-    batch = make_batch()
+    batch, (prompts, _, completions) = make_batch(share=forward.can_share_prompts(model))
     logps = forward.completion_logps(model, forward.find_head(model), batch, temperature=SETTINGS.temperature)
-    logits = plain_logits(
-        model, batch.student_ids, batch.student_mask, batch.prompt_lengths, batch.completion_mask.shape
-    )
+    logits = plain_logits(model, prompts, completions)
     expected = logits.log_softmax(-1).gather(-1, batch.completion_ids.unsqueeze(-1)).squeeze(-1)
     assert (logps - expected * batch.completion_mask).abs().max() < 1e-5
+
+
+def test_prompts_are_shared_only_where_that_is_right(tokenizer: Any) -> None:
+    assert forward.can_share_prompts(make_model(tokenizer))
+    assert forward.can_share_prompts(FAMILIES["absolute positions"]().eval())
+    assert not forward.can_share_prompts(FAMILIES["soft cap"]().eval()), "Gemma 2 has sliding windows"
+    mamba = MambaForCausalLM(MambaConfig(vocab_size=50, hidden_size=16, num_hidden_layers=1, state_size=4))
+    assert not forward.can_share_prompts(mamba)
+
+
+def test_prompts_are_shared_only_where_that_is_cheaper() -> None:
+    long_prompt, long_answer = list(range(50)), list(range(40))
+    for prompt, completion, is_shared in ((long_prompt, [1, 2], True), ([1, 2], long_answer, False)):
+        found = sequences([prompt] * 4, [completion] * 4, range(4), pad_token_id=0, token_cost=20.0)
+        assert found.is_shared == is_shared
+        assert found.ids.shape == ((1, 58) if is_shared else (4, 42))
+
+
+def test_rows_without_a_loss_are_not_read(tokenizer: Any) -> None:
+    batch, _ = make_batch(share=False)
+    assert batch.student.ids.shape == (3, 9) and batch.teacher.ids.shape == (2, 10)
 
 
 def test_a_model_that_changes_its_logits_in_an_unknown_way_is_refused(tokenizer: Any) -> None:
@@ -246,8 +268,9 @@ def test_no_tensor_of_all_tokens_times_the_vocabulary_is_made(tokenizer: Any, mo
                     largest = max(largest, tensor.numel() // vocabulary)
             return out
 
-    batch = make_batch()
+    batch, _ = make_batch(share=False)
     model, teacher = make_model(tokenizer), make_model(tokenizer, seed=1)
+    batch = replace(batch, policy_mask=torch.zeros_like(batch.policy_mask))
     settings = replace(SETTINGS, mode="full_logits", alpha=0.5)
     with Watch():
         terms = forward.token_terms(
@@ -259,5 +282,6 @@ def test_no_tensor_of_all_tokens_times_the_vocabulary_is_made(tokenizer: Any, mo
             teacher_head=forward.find_head(teacher),
         )
         terms.divergence.sum().backward()
+    seen = [number for number in seen if number]
     assert max(seen) == 2 and len(seen) == 3 * 3 + 3  # 6 tokens in 3 chunks: student and teacher, twice
     assert largest <= 3  # the head runs on the last position of each of the 3 rows inside the model's own forward
