@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
@@ -137,17 +138,42 @@ _MESSAGES = {
         "No completion got a teacher context (no successful sibling and no feedback), so self-distillation trains "
         "on nothing."
     ),
+    "long_prompts": (
+        "{num_cut} of {num_prompts} prompts of a block are longer than max_prompt_length={limit} tokens and were cut "
+        "from the left; the metric prompts/truncated_fraction counts them."
+    ),
+    "unused_feedback": (
+        "There is feedback about the attempts (from a reward function or the column privileged_context), but "
+        "include_environment_feedback=False keeps it from the teacher. Set it to True to use it."
+    ),
 }
 
 
+class KeepGenerationConfig(TrainerCallback):
+    """Leaves the model's generation config as the user gave it; `Trainer` writes the tokenizer's tokens into it."""
+
+    def __init__(self, model: Any):
+        self.given = copy.deepcopy(model.generation_config)
+
+    def on_train_begin(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        kwargs["model"].generation_config = self.given
+
+
 class Diagnostics:
-    """Warnings about degenerate steps: at the first of a streak and then every `interval`-th."""
+    """Warnings of one run: some once; about degenerate steps at the first of a streak and every `interval`-th."""
 
     def __init__(self, *, interval: int, tolerance: float, threshold: float):
         self.interval = interval
         self.tolerance = tolerance
         self.threshold = threshold
         self.streaks: Counter[tuple[Phase, str]] = Counter()
+        self.told: set[str] = set()
+
+    def tell_once(self, name: str, **values: object) -> None:
+        """Warns at the first time this run comes across `name`, whatever the values are later."""
+        if name not in self.told:
+            self.told.add(name)
+            logger.warning("%s", _MESSAGES[name].format(**values))
 
     def observe(self, phase: Phase, **is_degenerate: bool) -> None:
         """Counts the streaks of this block's conditions and warns where it is time."""

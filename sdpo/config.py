@@ -38,6 +38,7 @@ from sdpo.types import (
     TeacherSettings,
 )
 
+TeacherDtype = Literal["float32", "bfloat16", "float16"]
 PresetName = Literal["no_feedback", "rich_feedback", "test_time"]
 
 # Heading of the documentation -> the first field under it. A field belongs to the last heading begun before it.
@@ -244,6 +245,11 @@ class SDPOConfig(TrainingArguments):
         "r in t <- (1 - r) t + r s for 'ema', the share of the current student's logits for 'trust_region'.",
     )
     teacher_sync_steps: int = _setting(1, "Optimizer steps between two updates of the moving average.")
+    teacher_dtype: TeacherDtype | None = _setting(
+        None,
+        "Dtype of the weights that the teacher has for itself, in its forward. None: the student's. The moving "
+        "average is kept in float32 whatever it is.",
+    )
 
     # --- reprompting -----------------------------------------------------------------------------------------------
 
@@ -514,7 +520,10 @@ class SDPOConfig(TrainingArguments):
     def teacher(self) -> TeacherSettings:
         """Which weights the teacher has and whether they move."""
         return TeacherSettings(
-            kind=self.teacher_model_kind, update_rate=self.teacher_update_rate, sync_steps=self.teacher_sync_steps
+            kind=self.teacher_model_kind,
+            update_rate=self.teacher_update_rate,
+            sync_steps=self.teacher_sync_steps,
+            dtype=None if self.teacher_dtype is None else getattr(torch, self.teacher_dtype),
         )
 
     def to_dict(self) -> dict[str, Any]:
@@ -884,6 +893,11 @@ def _teacher_settings_act(config: SDPOConfig) -> None:
     if config.distillation_weight == 0:
         return
     kind = config.teacher_model_kind
+    if kind == "live" and config.teacher_dtype is not None:
+        raise ValueError(
+            f"teacher_dtype={config.teacher_dtype!r} cannot take effect with teacher_model_kind='live': that teacher "
+            "is the student itself. Leave teacher_dtype out, or choose 'ema', 'base' or 'trust_region'."
+        )
     idle = {"base": ("teacher_update_rate", "teacher_sync_steps"), "trust_region": ("teacher_sync_steps",)}
     idle["live"] = idle["base"]
     for name in idle.get(kind, ()):

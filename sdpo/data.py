@@ -15,8 +15,6 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler
 
-from sdpo.types import TrainingBatch
-
 Example = Mapping[str, Any]
 
 
@@ -35,19 +33,6 @@ class BlockShape:
         rows = [prompt for prompt in prompts for _ in range(self.num_generations)]
         start = len(rows) * self.rank // self.world_size
         return rows[start : len(rows) * (self.rank + 1) // self.world_size]
-
-
-@dataclass(slots=True)
-class Block:
-    """The microbatches of one generation, and how many uses of them are over."""
-
-    batches: list[TrainingBatch]
-    num_used: int = 0
-
-    def next(self) -> TrainingBatch:
-        batch = self.batches[self.num_used % len(self.batches)]
-        self.num_used += 1
-        return batch
 
 
 class BlockSampler(Sampler[list[int]]):
@@ -121,19 +106,23 @@ class MapRows(Dataset[Example]):
 class StreamRows(IterableDataset[list[Example]]):
     """Blocks of a stream, in the order in which a map-style dataset of the same rows gives them without shuffling.
 
-    Each rank reads the whole stream and keeps its share. A short last block is dropped: a stream cannot be rewound.
+    Each rank reads the whole stream and keeps its share. A short last block cannot be filled, since a stream cannot be
+    rewound: it is left out with `drop_last`, and is given as it is otherwise.
     """
 
-    def __init__(self, dataset: Any, shape: BlockShape, columns: Sequence[str] | None):
+    def __init__(self, dataset: Any, shape: BlockShape, columns: Sequence[str] | None, *, drop_last: bool):
         self.dataset = dataset
         self.shape = shape
         self.columns = columns
+        self.drop_last = drop_last
 
     def __iter__(self) -> Iterator[list[Example]]:
         stream = iter(self.dataset)
         size = self.shape.prompts_per_block
-        while len(prompts := list(islice(stream, size))) == size:
-            share = self.shape.local_rows(range(size))
+        while prompts := list(islice(stream, size)):
+            if len(prompts) < size and self.drop_last:
+                return
+            share = self.shape.local_rows(range(len(prompts)))
             yield [select_columns(prompts[i], self.columns) for i in share]
             for _ in range(self.shape.num_uses - 1):
                 yield []
@@ -165,11 +154,35 @@ def block_loader(
     num_workers: int,
 ) -> BlockLoader:
     """Loader of one list of examples a microbatch (see `BlockSampler`), for a map-style dataset or a stream."""
+    generator = torch.Generator().manual_seed(seed)  # its own, so that opening a loader draws nothing from the run's
     if is_stream(dataset):
-        rows = StreamRows(dataset, shape, columns)
+        rows = StreamRows(dataset, shape, columns, drop_last=drop_last or fill_last)
         return BlockLoader(rows, batch_size=None, num_workers=min(num_workers, 1))
     sampler = BlockSampler(len(dataset), shape, shuffle=shuffle, seed=seed, fill_last=fill_last, drop_last=drop_last)
-    return BlockLoader(MapRows(dataset, columns), batch_sampler=sampler, collate_fn=_same, num_workers=num_workers)
+    return BlockLoader(
+        MapRows(dataset, columns),
+        batch_sampler=sampler,
+        collate_fn=_same,
+        num_workers=num_workers,
+        generator=generator,
+    )
+
+
+def rows_of_step(batches: Iterator[list[Example]], num_batches: int, *, is_first: bool) -> list[list[Example]]:
+    """Rows of one optimizer step, a list a microbatch; none where the data end within it, as a stream's may.
+
+    Raises:
+        ValueError: they end within the first step, so that nothing could ever be trained.
+    """
+    step = list(islice(batches, num_batches))
+    if len(step) == num_batches:
+        return step
+    if is_first:
+        raise ValueError(
+            "train_dataset ends before its first optimizer step. Give it more rows, or lower generation_batch_size "
+            "or gradient_accumulation_steps, or leave dataloader_drop_last False."
+        )
+    return []
 
 
 def is_stream(dataset: Any) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import astuple
+from dataclasses import astuple, fields
 from typing import TypeVar
 
 import torch
@@ -17,7 +17,8 @@ T = TypeVar("T")
 
 def sum_counts(local: Sequence[LossCounts], accelerator: Accelerator) -> LossCounts:
     """Denominators of the step: the sum over this rank's microbatches and over all ranks."""
-    totals = [sum(column) for column in zip(*(astuple(counts) for counts in local), strict=True)]
+    columns = zip(*(astuple(counts) for counts in local), strict=True)
+    totals = [sum(column) for column in columns] or [0.0] * len(fields(LossCounts))  # a stream that has ended
     if accelerator.num_processes == 1:
         return LossCounts(*totals)
     tensor = torch.tensor(totals, dtype=torch.float64, device=accelerator.device)
@@ -37,3 +38,8 @@ def gather_rows(rows: list[T], accelerator: Accelerator) -> list[T]:
 def gather_values(value: T, accelerator: Accelerator) -> list[T]:
     """The value of every rank, in rank order. `value` is any picklable object."""
     return [value] if accelerator.num_processes == 1 else gather_object([value])
+
+
+def wait(accelerator: Accelerator) -> None:
+    """Returns when every rank is here."""
+    accelerator.wait_for_everyone()

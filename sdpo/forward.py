@@ -6,7 +6,7 @@ time, and is run again in the backward pass. So no (B, T, V) tensor exists, only
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -198,13 +198,10 @@ def chunk_size(head: Head) -> int:
     return max(1, CHUNK_LOGITS // num_tokens)
 
 
-def _in_chunks(
-    run: Callable[..., tuple[Tensor, ...]], tensors: tuple[Tensor | None, ...], size: int
-) -> tuple[Tensor, ...]:
+def _in_chunks(run: Callable[..., tuple[Tensor, ...]], tensors: tuple[Tensor, ...], size: int) -> tuple[Tensor, ...]:
     """`run` over chunks of the tensors' first dimension, its outputs joined; activations recomputed in backward."""
-    [num_tokens] = {len(t) for t in tensors if t is not None}
-    number = max(1, -(-num_tokens // size))  # one empty chunk for no token: the graph stays whole
-    chunks = zip(*(t.tensor_split(number) if t is not None else [None] * number for t in tensors), strict=True)
+    number = max(1, -(-len(tensors[0]) // size))  # one empty chunk for no token: the graph stays whole
+    chunks = zip(*(tensor.tensor_split(number) for tensor in tensors), strict=True)
     if torch.is_grad_enabled():
         outputs = [checkpoint(run, *c, use_reentrant=False, preserve_rng_state=False) for c in chunks]
     else:
@@ -231,28 +228,32 @@ def token_terms(
     batch: TrainingBatch,
     settings: ObjectiveSettings,
     *,
-    teacher: nn.Module | None,
-    teacher_head: Head | None,
+    teacher: Sequence[tuple[nn.Module, float]],
 ) -> TokenTerms:
-    """Per-token values of every token that some term trains on; the teacher's forward has no gradient."""
+    """Per-token values of every token that some term trains on.
+
+    `teacher`: modules and shares, the teacher's logits being the sum of share * logits; none where nothing is
+    distilled. Their forward has no gradient.
+    """
     student = hidden_states(model, batch.student, head=head)
 
-    def compute(index: TokenIndex, taught: Tensor | None, run: Callable[..., tuple[Tensor, ...]]) -> list[Tensor]:
+    def compute(index: TokenIndex, taught: list[Tensor], run: Callable[..., tuple[Tensor, ...]]) -> list[Tensor]:
         hidden = student[index.of_grid(batch.student.predictors)]
-        values = _in_chunks(run, (hidden, taught, index.of_grid(batch.completion_ids)), chunk_size(head))
+        values = _in_chunks(run, (hidden, index.of_grid(batch.completion_ids), *taught), chunk_size(head))
         return [index.spread(v) for v in values]
 
-    def run_alone(hidden: Tensor, _: None, ids: Tensor) -> tuple[Tensor, ...]:
+    def run_alone(hidden: Tensor, ids: Tensor) -> tuple[Tensor, ...]:
         return _own_values(head.logits(hidden, settings.temperature), ids)[:2]
 
-    if teacher is None or teacher_head is None:
-        return TokenTerms(*compute(TokenIndex.of(batch.policy_mask), None, run_alone))
+    if not teacher:
+        return TokenTerms(*compute(TokenIndex.of(batch.policy_mask), [], run_alone))
+    mixture = [(find_head(part), share) for part, share in teacher]
 
-    def run_taught(hidden: Tensor, taught: Tensor, ids: Tensor) -> tuple[Tensor, ...]:
+    def run_taught(hidden: Tensor, ids: Tensor, *taught: Tensor) -> tuple[Tensor, ...]:
         logits = head.logits(hidden, settings.temperature)
         logps, entropy, log_z = _own_values(logits, ids)
         with torch.no_grad():
-            teacher_logits = teacher_head.logits(taught, settings.temperature)
+            teacher_logits = _mix(mixture, taught, settings.temperature)
             teacher_log_z = teacher_logits.logsumexp(-1)
             teacher_logps = _gather(teacher_logits, ids) - teacher_log_z
         if settings.mode == "sampled_token":
@@ -263,12 +264,37 @@ def token_terms(
         return logps, entropy, distance, teacher_logps - logps.detach()
 
     index = TokenIndex.of(batch.distillation_mask)
-    with torch.no_grad():
-        taught = hidden_states(teacher, batch.teacher, head=teacher_head)[index.of_grid(batch.teacher.predictors)]
+    predictors = index.of_grid(batch.teacher.predictors)
+    taught = [
+        _read(part, batch.teacher, head=part_head)[predictors]
+        for (part, _), (part_head, _) in zip(teacher, mixture, strict=True)
+    ]
     logps, entropy, distance, credit = compute(index, taught, run_taught)
     rest = TokenIndex.of(batch.policy_mask & ~batch.distillation_mask)
-    other_logps, other_entropy = compute(rest, None, run_alone)
+    other_logps, other_entropy = compute(rest, [], run_alone)
     return TokenTerms(logps + other_logps, entropy + other_entropy, distance, credit)
+
+
+@torch.no_grad()
+def _read(model: nn.Module, sequences: Sequences, *, head: Head) -> Tensor:
+    """(S * L, H) hidden states in evaluation mode: a teacher that is the student itself is without dropout too."""
+    was_training = model.training
+    model.eval()
+    hidden = hidden_states(model, sequences, head=head)
+    model.train(was_training)
+    return hidden
+
+
+def _mix(mixture: Sequence[tuple[Head, float]], hidden: Sequence[Tensor], temperature: float) -> Tensor:
+    """(N, V) sum of share * logits / temperature."""
+    (head, share), *others = mixture
+    logits = head.logits(hidden[0], temperature)
+    if not others:
+        return logits
+    logits = logits * share
+    for (head, share), states in zip(others, hidden[1:], strict=True):
+        logits.add_(head.logits(states, temperature), alpha=share)
+    return logits
 
 
 def _own_values(logits: Tensor, ids: Tensor) -> tuple[Tensor, Tensor, Tensor]:

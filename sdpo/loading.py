@@ -112,6 +112,11 @@ def check_launch(args: SDPOConfig) -> None:
             f"{args.n_gpu} devices in one process (nn.DataParallel) are not supported. Start one process a device: "
             "accelerate launch or torchrun; or set CUDA_VISIBLE_DEVICES to one device."
         )
+    if args.save_only_model and args.save_strategy != "no":
+        logger.warning(
+            "save_only_model=True: checkpoints hold neither the teacher nor the generation block, the optimizer or the "
+            "random state, so this run cannot be resumed from them."
+        )
     if args.auto_find_batch_size:
         raise ValueError(
             "auto_find_batch_size=True would change the batch under a generation block. Set it to False and choose "

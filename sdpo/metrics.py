@@ -61,6 +61,14 @@ class Metrics:
             "highs": {n: max(values, default=-math.inf) for n, values in self._highs.items()},
         }
 
+    def restore(self, snapshot: Mapping[str, Any]) -> None:
+        """Adds what a snapshot holds."""
+        self.add_all(snapshot["sums"])
+        for name, value in snapshot["lows"].items():
+            self.add_min(name, [value])
+        for name, value in snapshot["highs"].items():
+            self.add_max(name, [value])
+
     def clear(self) -> None:
         """Forgets everything."""
         self._sums.clear()

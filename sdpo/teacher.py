@@ -7,7 +7,7 @@ and for full fine-tuning one model. It starts from the student as it was given, 
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 import torch
@@ -15,20 +15,21 @@ from torch import Tensor, nn
 
 from sdpo.types import TeacherSettings
 
-
-def copy_policy(student: nn.Module) -> nn.Module:
-    """A frozen copy of the student as it is now; parameters that are not trained are the same objects."""
-    shared = {id(p): p for p in student.parameters() if not p.requires_grad}
-    twin = copy.deepcopy(student, memo=dict(shared))
-    return twin.requires_grad_(False).eval()
+Parts = Sequence[tuple[nn.Module, float]]
+"""Modules and their shares: the teacher's logits are the sum of share * logits."""
 
 
 class Teacher(Protocol):
     """What the trainer asks of a teacher."""
 
     @property
-    def model(self) -> nn.Module:
-        """The module whose forward is the teacher's."""
+    def parts(self) -> Parts:
+        """The modules that make its logits."""
+        ...
+
+    @property
+    def initial(self) -> PolicyCopy | None:
+        """The policy at the start, where the teacher keeps it."""
         ...
 
     def update(self, step: int) -> None:
@@ -44,11 +45,39 @@ class Teacher(Protocol):
         ...
 
 
+class PolicyCopy:
+    """The student as it was when this was made: a module that shares all parameters which are not trained.
+
+    `dtype`: of the parameters it has for itself, None for the student's.
+    """
+
+    def __init__(self, student: nn.Module, *, dtype: torch.dtype | None = None):
+        shared = {id(p): p for p in student.parameters() if not p.requires_grad}
+        self.names = [name for name, p in student.named_parameters() if p.requires_grad]
+        self.model = copy.deepcopy(student, memo=dict(shared)).requires_grad_(False).eval()
+        if dtype is not None:
+            for parameter in self.trained():
+                parameter.data = parameter.data.to(dtype)
+
+    def trained(self) -> list[Tensor]:
+        """The copies of the trained parameters, in the order of `names`."""
+        parameters = dict(self.model.named_parameters())
+        return [parameters[name] for name in self.names]
+
+    def state_dict(self) -> dict[str, Tensor]:
+        return {name: parameter.detach() for name, parameter in zip(self.names, self.trained(), strict=True)}
+
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        copy_all(self.trained(), [state[name] for name in self.names])
+
+
 class LiveTeacher:
     """The current student: only its prompt differs."""
 
+    initial = None
+
     def __init__(self, student: nn.Module):
-        self.model = student
+        self.parts = [(student, 1.0)]
 
     def update(self, step: int) -> None:
         pass
@@ -63,41 +92,74 @@ class LiveTeacher:
 class FrozenTeacher:
     """The student as it was at the start, adapter included."""
 
-    def __init__(self, student: nn.Module):
-        self.model = copy_policy(student)
-        self._names = [name for name, p in student.named_parameters() if p.requires_grad]
-
-    def _trained(self) -> dict[str, nn.Parameter]:
-        parameters = dict(self.model.named_parameters())
-        return {name: parameters[name] for name in self._names}
+    def __init__(self, student: nn.Module, *, dtype: torch.dtype | None):
+        self.initial = PolicyCopy(student, dtype=dtype)
+        self.parts = [(self.initial.model, 1.0)]
 
     def update(self, step: int) -> None:
         pass
 
     def state_dict(self) -> dict[str, Tensor]:
-        return {name: parameter.detach() for name, parameter in self._trained().items()}
+        return self.initial.state_dict()
 
-    @torch.no_grad()
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        for name, parameter in self._trained().items():
-            parameter.copy_(state[name])
+        self.initial.load_state_dict(state)
 
 
-class EMATeacher(FrozenTeacher):
-    """Moving average t <- (1 - r) t + r s of every trained parameter, once every `sync_steps` optimizer steps."""
+class TrustRegionTeacher(FrozenTeacher):
+    """softmax((1 - r) logits_initial + r logits_current), on the teacher's prompt (paper, eq. 10)."""
 
-    def __init__(self, student: nn.Module, *, rate: float, sync_steps: int):
-        super().__init__(student)
+    def __init__(self, student: nn.Module, *, rate: float, dtype: torch.dtype | None):
+        super().__init__(student, dtype=dtype)
+        self.parts = [(self.initial.model, 1.0 - rate), (student, rate)]
+
+
+class EMATeacher:
+    """Moving average t <- (1 - r) t + r s of every trained parameter, once every `sync_steps` optimizer steps.
+
+    The average is kept in float32: in bfloat16 a small step is rounded away, and the average stands still.
+    """
+
+    initial = None
+
+    def __init__(self, student: nn.Module, *, rate: float, sync_steps: int, dtype: torch.dtype | None):
+        self.copy = PolicyCopy(student, dtype=dtype)
+        self.parts = [(self.copy.model, 1.0)]
         self.rate = rate
         self.sync_steps = sync_steps
         parameters = dict(student.named_parameters())
-        self._student: list[Tensor] = [parameters[name] for name in self._names]
+        self._student: list[Tensor] = [parameters[name] for name in self.copy.names]
+        # A float32 copy is its own average; one of another dtype is written from it.
+        self._average = [
+            own if own.dtype == torch.float32 else given.detach().to(torch.float32, copy=True)
+            for own, given in zip(self.copy.trained(), self._student, strict=True)
+        ]
 
     @torch.no_grad()
     def update(self, step: int) -> None:
-        if step % self.sync_steps == 0:
-            teacher: list[Tensor] = list(self._trained().values())
-            torch._foreach_lerp_(teacher, self._student, self.rate)
+        if step % self.sync_steps:
+            return
+        if all(parameter.dtype == torch.float32 for parameter in self._student):
+            torch._foreach_lerp_(self._average, self._student, self.rate)
+        else:
+            for average, parameter in zip(self._average, self._student, strict=True):
+                average.lerp_(parameter.float(), self.rate)
+        copy_all(self.copy.trained(), self._average)
+
+    def state_dict(self) -> dict[str, Tensor]:
+        return dict(zip(self.copy.names, self._average, strict=True))
+
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        copy_all(self._average, [state[name] for name in self.copy.names])
+        copy_all(self.copy.trained(), self._average)
+
+
+@torch.no_grad()
+def copy_all(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
+    """Writes the sources into the targets, whatever the dtypes and devices; one that is its own source stays."""
+    for target, source in zip(targets, sources, strict=True):
+        if target is not source:
+            target.copy_(source)
 
 
 def build_teacher(student: nn.Module, settings: TeacherSettings) -> Teacher:
@@ -106,11 +168,8 @@ def build_teacher(student: nn.Module, settings: TeacherSettings) -> Teacher:
         case "live":
             return LiveTeacher(student)
         case "base":
-            return FrozenTeacher(student)
+            return FrozenTeacher(student, dtype=settings.dtype)
         case "ema":
-            return EMATeacher(student, rate=settings.update_rate, sync_steps=settings.sync_steps)
+            return EMATeacher(student, rate=settings.update_rate, sync_steps=settings.sync_steps, dtype=settings.dtype)
         case "trust_region":
-            raise ValueError(
-                "teacher_model_kind='trust_region' is not available yet; set teacher_model_kind to 'ema', 'base' or "
-                "'live'."
-            )
+            return TrustRegionTeacher(student, rate=settings.update_rate, dtype=settings.dtype)

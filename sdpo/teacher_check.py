@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import islice
 from typing import TYPE_CHECKING, Any
@@ -122,19 +122,22 @@ def compare_teacher(trainer: SDPOTrainer, *, dataset: Any = None, num_prompts: i
     comparison = TeacherComparison(
         student=Estimate.of([sum(s) / len(s) for s in student.values()]),
         mixed_groups=Estimate.of([float(0 < sum(s) < len(s)) for s in student.values()]),
-        used=_used_kind(trainer),
+        used=_used_kind(trainer, by_context),
         by_context=by_context,
     )
     _warn(comparison)
     return comparison
 
 
-def _used_kind(trainer: SDPOTrainer) -> str:
+def _used_kind(trainer: SDPOTrainer, found: Mapping[str, TeacherAccuracy | None]) -> str:
+    """What the settings show the teacher: the first kind of those they allow that some answer had."""
     settings = trainer.args.reprompt
-    shown = (settings.use_successful_as_teacher, settings.include_environment_feedback)
-    if settings.environment_feedback_only_without_solution and settings.use_successful_as_teacher:
-        return "demonstration"  # where there is one, which is where the comparison has a success to show
-    return next((kind for kind, flags in KINDS.items() if flags == shown), "demonstration")
+    has_demonstration, has_feedback = settings.use_successful_as_teacher, settings.include_environment_feedback
+    if settings.environment_feedback_only_without_solution or not (has_demonstration and has_feedback):
+        allowed = ["demonstration"] * has_demonstration + ["feedback"] * has_feedback
+    else:
+        allowed = ["both", "feedback", "demonstration"]
+    return next((kind for kind in allowed if found[kind] is not None), (allowed or ["demonstration"])[0])
 
 
 def _by_question(trainer: SDPOTrainer, rows: Sequence[ScoredRollout]) -> dict[int, list[bool]]:

@@ -8,16 +8,15 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel, Trainer, TrainerCallback, set_seed
+from transformers import PreTrainedModel, TrainerCallback, set_seed
 from transformers.trainer_utils import EvalLoopOutput
-from transformers.utils import logging
 
 from sdpo import distributed, forward, loading, tokenization
-from sdpo.callbacks import Diagnostics, TeacherUpdate, call_hooks
+from sdpo.callbacks import Diagnostics, KeepGenerationConfig, TeacherUpdate, call_hooks
+from sdpo.checkpoint import CheckpointedTrainer
 from sdpo.collate import collate, count_trained, join_logps, teacher_context_tensors
 from sdpo.config import SDPOConfig
 from sdpo.data import (
-    Block,
     BlockLoader,
     BlockShape,
     Example,
@@ -25,6 +24,7 @@ from sdpo.data import (
     check_dataset,
     columns_to_keep,
     named_datasets,
+    rows_of_step,
 )
 from sdpo.generation import Generator, build_generator
 from sdpo.losses.objective import blend, objective
@@ -32,13 +32,11 @@ from sdpo.losses.policy import group_advantages
 from sdpo.metrics import Metrics, StageClock, merge, observe_rewards, observe_rows
 from sdpo.reprompt import build_teacher_contexts, context_metrics, fit_teacher_prompt
 from sdpo.rewards import RewardScorer
-from sdpo.teacher import Teacher, build_teacher, copy_policy
-from sdpo.types import Phase, Rollout, Row, ScoredRollout, TeacherContext, TrainingBatch
-
-logger = logging.get_logger(__name__)
+from sdpo.teacher import PolicyCopy, Teacher, build_teacher
+from sdpo.types import Block, Phase, Rollout, Row, ScoredRollout, TeacherContext, TrainingBatch
 
 
-class SDPOTrainer(Trainer):
+class SDPOTrainer(CheckpointedTrainer):
     """Trains a language model by self-distillation (SDPO, arXiv 2601.20802), a policy gradient blended in at will.
 
     Args:
@@ -138,11 +136,15 @@ class SDPOTrainer(Trainer):
         if args.distillation_weight > 0:
             self.teacher = build_teacher(self.model, args.teacher)
             self.add_callback(TeacherUpdate(self.teacher))
-        self.reference = copy_policy(self.model) if args.beta > 0 and args.distillation_weight < 1 else None
+        self.reference: PolicyCopy | None = None
+        if args.beta > 0:
+            kept = self.teacher.initial if self.teacher is not None else None
+            self.reference = PolicyCopy(self.model) if kept is None else kept
         self.block: Block | None = None
         self.metrics: dict[Phase, Metrics] = {"train": Metrics(), "eval": Metrics()}
         self.clock = StageClock()
         self._logged_step = 0
+        self.add_callback(KeepGenerationConfig(self.model))
         self.diagnostics = Diagnostics(
             interval=args.diagnostics_warning_interval,
             tolerance=args.diagnostics_flat_tolerance,
@@ -175,6 +177,8 @@ class SDPOTrainer(Trainer):
         shape = self._shape(prompts_per_block=prompts, num_generations=num_generations, num_uses=1)
         return self._loader(dataset, shape, shuffle=False, fill_last=False)
 
+    get_test_dataloader = get_eval_dataloader
+
     def _shape(self, *, prompts_per_block: int, num_generations: int, num_uses: int) -> BlockShape:
         rank, world_size = self.args.process_index, self.args.world_size
         return BlockShape(prompts_per_block, num_generations, num_uses, rank=rank, world_size=world_size)
@@ -202,11 +206,9 @@ class SDPOTrainer(Trainer):
         self, epoch_iterator: Iterator[list[Example]], num_batches: int, device: torch.device
     ) -> tuple[list[TrainingBatch], float]:
         """Microbatches of one optimizer step; collects new rollouts when the last block is used up."""
+        self.continue_run()
         step: list[TrainingBatch] = []
-        for _ in range(num_batches):
-            examples = next(epoch_iterator, None)
-            if examples is None:
-                break
+        for examples in rows_of_step(epoch_iterator, num_batches, is_first=self.state.global_step == 0):
             if examples:  # an empty list stands for one more use of the block
                 self.block = Block(self.collect(examples, "train"))
             assert self.block is not None, "an epoch starts with a block"
@@ -244,11 +246,8 @@ class SDPOTrainer(Trainer):
         self.tokenizer.check_prompts(prompts)
         encoded = self.tokenizer.encode_prompts(prompts)
         if num_cut := sum(was_cut for _, was_cut in encoded):
-            logger.warning_once(
-                f"{num_cut} of {len(encoded)} prompts of a block are longer than max_prompt_length="
-                f"{self.args.max_prompt_length} tokens and were cut from the left; the metric "
-                "prompts/truncated_fraction counts them."
-            )
+            limit = self.args.max_prompt_length
+            self.diagnostics.tell_once("long_prompts", num_cut=num_cut, num_prompts=len(encoded), limit=limit)
         self.generator.sync(self.state.global_step)
         completions = self.generator.generate([ids for ids, _ in encoded])
         texts = self.tokenizer.decode_batch([completion.ids for completion in completions])
@@ -296,7 +295,7 @@ class SDPOTrainer(Trainer):
         uses = self.args.steps_per_generation * self.args.num_iterations
         is_reused = phase == "train" and self.args.gradient_accumulation_steps % uses != 0
         old = self._logps(self.model if is_reused else None, batches)
-        reference = self._logps(self.reference, batches)
+        reference = self._logps(self.reference.model if self.reference is not None else None, batches)
         pairs = zip(batches, old, reference, strict=True)
         return [replace(batch, old_logps=old, reference_logps=reference) for batch, old, reference in pairs]
 
@@ -310,7 +309,7 @@ class SDPOTrainer(Trainer):
         with self.compute_loss_context_manager():
             logps = [
                 forward.completion_logps(
-                    model, head, batch.to(self.accelerator.device), temperature=self.args.temperature
+                    model, head, batch.to(self.accelerator.device), temperature=self.args.objective.temperature
                 ).cpu()
                 for batch in batches
             ]
@@ -324,15 +323,9 @@ class SDPOTrainer(Trainer):
         if return_outputs:
             raise ValueError("SDPOTrainer returns a loss only; there are no outputs to return.")
         settings = self.args.objective
-        taught_by = self.teacher.model if self.teacher is not None else None
-        terms = forward.token_terms(
-            model,
-            forward.find_head(self.accelerator.unwrap_model(model)),
-            inputs,
-            settings,
-            teacher=taught_by,
-            teacher_head=forward.find_head(taught_by) if taught_by is not None else None,
-        )
+        head = forward.find_head(self.accelerator.unwrap_model(model))
+        parts = self.teacher.parts if self.teacher is not None else []
+        terms = forward.token_terms(model, head, inputs, settings, teacher=parts)
         loss = objective(terms, inputs, settings)
         self.metrics["train" if model.training else "eval"].add_all(loss.sums)
         # The wrapper averages gradients over ranks, and the counts are already those of all ranks.
@@ -397,10 +390,7 @@ class SDPOTrainer(Trainer):
         metrics.add_all(found)
         is_distilling = self.args.distillation_weight > 0
         if is_distilling and not self.args.include_environment_feedback and any(row.feedback for row in world):
-            logger.warning_once(
-                "There is feedback about the attempts (from a reward function or the column privileged_context), but "
-                "include_environment_feedback=False keeps it from the teacher. Set it to True to use it."
-            )
+            self.diagnostics.tell_once("unused_feedback")
         self.diagnostics.observe(
             phase,
             flat_rewards=is_flat and self.args.distillation_weight < 1,

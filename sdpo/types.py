@@ -89,11 +89,15 @@ class ObjectiveSettings:
 
 @dataclass(frozen=True, slots=True)
 class TeacherSettings:
-    """Which weights the teacher has and whether they move: t <- (1 - rate) t + rate s every `sync_steps` steps."""
+    """Which weights the teacher has and whether they move: t <- (1 - rate) t + rate s every `sync_steps` steps.
+
+    `dtype`: of the weights it has for itself, None for the student's.
+    """
 
     kind: TeacherKind
     update_rate: float
     sync_steps: int
+    dtype: torch.dtype | None = None
 
 
 # --- rows: Python values until `collate` ----------------------------------------------------------
@@ -245,6 +249,19 @@ def _moved(value: _Moved, device: torch.device | str) -> _Moved:
     found = {f.name: getattr(value, f.name) for f in fields(value)}
     changes: dict[str, Any] = {n: v.to(device) for n, v in found.items() if isinstance(v, Tensor | Sequences)}
     return replace(value, **changes)
+
+
+@dataclass(slots=True)
+class Block:
+    """The microbatches of one generation, and how many uses of them are over."""
+
+    batches: list[TrainingBatch]
+    num_used: int = 0
+
+    def next(self) -> TrainingBatch:
+        batch = self.batches[self.num_used % len(self.batches)]
+        self.num_used += 1
+        return batch
 
 
 @dataclass(frozen=True, slots=True)

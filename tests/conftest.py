@@ -148,8 +148,7 @@ def make_trainer(tokenizer: PreTrainedTokenizerFast, tmp_path: Any) -> TrainerFa
             reward_funcs=scripted_reward if reward_funcs is None else reward_funcs,
             args=SDPOConfig(**settings),
             train_dataset=train_dataset,
-            processing_class=tokenizer,
-            **(trainer_kwargs or {}),
+            **{"processing_class": tokenizer, **(trainer_kwargs or {})},
         )
         if script is not None:
             trainer.generator = ScriptedGenerator(tokenizer, script, is_truncated=truncated)

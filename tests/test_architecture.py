@@ -16,14 +16,15 @@ LAYERS = (
     {"types", "config"},
     {"losses", "reprompt", "metrics"},
     {"data", "tokenization", "generation", "rewards", "collate", "forward", "teacher", "distributed", "loading"},
-    {"callbacks", "trainer"},
+    {"callbacks"},
+    {"checkpoint"},
+    {"trainer"},
     {"teacher_check"},
 )
 SAME_LAYER = {
     ("config", "types"),  # the frozen views
     ("generation", "collate"),  # prompts are padded for the sampler, and padding has one home
     ("forward", "collate"),  # the layout it tries the model on
-    ("trainer", "callbacks"),
 }
 # What a unit must not import although its layer would allow it.
 FORBIDDEN = {

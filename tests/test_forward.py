@@ -135,7 +135,7 @@ def test_values_and_gradients_equal_the_plain_ones_in_every_mode(
     model.zero_grad()
 
     head = forward.find_head(model)
-    terms = forward.token_terms(model, head, batch, settings, teacher=teacher, teacher_head=forward.find_head(teacher))
+    terms = forward.token_terms(model, head, batch, settings, teacher=[(teacher, 1.0)])
     (terms.divergence.sum() / mask.sum()).backward()
     assert (terms.divergence - expected).abs().max() < 1e-5
     for parameter, gradient in zip(model.parameters(), gradients, strict=True):
@@ -156,14 +156,7 @@ def test_nothing_to_train_on_gives_zero_gradients_not_none(tokenizer: Any) -> No
     model = make_model(tokenizer)
     teacher = make_model(tokenizer, seed=1)
     for settings in (SETTINGS, replace(SETTINGS, mode="topk_logits", topk=5, add_tail=True)):
-        terms = forward.token_terms(
-            model,
-            forward.find_head(model),
-            batch,
-            settings,
-            teacher=teacher,
-            teacher_head=forward.find_head(teacher),
-        )
+        terms = forward.token_terms(model, forward.find_head(model), batch, settings, teacher=[(teacher, 1.0)])
         (terms.divergence.sum() + terms.logps.sum()).backward()
         assert all(p.grad is not None and not p.grad.any() for p in model.parameters())
         assert all(p.grad is None for p in teacher.parameters())
@@ -273,14 +266,7 @@ def test_no_tensor_of_all_tokens_times_the_vocabulary_is_made(tokenizer: Any, mo
     batch = replace(batch, policy_mask=torch.zeros_like(batch.policy_mask))
     settings = replace(SETTINGS, mode="full_logits", alpha=0.5)
     with Watch():
-        terms = forward.token_terms(
-            model,
-            forward.find_head(model),
-            batch,
-            settings,
-            teacher=teacher,
-            teacher_head=forward.find_head(teacher),
-        )
+        terms = forward.token_terms(model, forward.find_head(model), batch, settings, teacher=[(teacher, 1.0)])
         terms.divergence.sum().backward()
     seen = [number for number in seen if number]
     assert max(seen) == 2 and len(seen) == 3 * 3 + 3  # 6 tokens in 3 chunks: student and teacher, twice

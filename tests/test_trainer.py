@@ -233,10 +233,10 @@ def test_privileged_context_that_is_switched_off_is_told_once(
 
 def test_ema_follows_at_its_rate(make_trainer: TrainerFactory) -> None:
     trainer = make_trainer(teacher_update_rate=0.05, learning_rate=0.1, optim="sgd")
-    old = [p.detach().clone() for p in trainer.teacher.model.parameters()]
+    old = [p.detach().clone() for p in trainer.teacher.parts[0][0].parameters()]
     trainer.train()
     for before, teacher, student in zip(
-        old, trainer.teacher.model.parameters(), trainer.model.parameters(), strict=True
+        old, trainer.teacher.parts[0][0].parameters(), trainer.model.parameters(), strict=True
     ):
         assert torch.allclose(teacher, 0.95 * before + 0.05 * student, atol=1e-7, rtol=1.2e-7)  # one ulp
 
@@ -245,7 +245,7 @@ def test_ema_waits_for_its_sync_steps(make_trainer: TrainerFactory) -> None:
     trainer = make_trainer(teacher_sync_steps=3, max_steps=2)
     start = parameters_of(trainer)
     trainer.train()
-    assert torch.equal(torch.cat([p.flatten() for p in trainer.teacher.model.parameters()]), start)
+    assert torch.equal(torch.cat([p.flatten() for p in trainer.teacher.parts[0][0].parameters()]), start)
 
 
 @pytest.mark.parametrize("kind", ["ema", "base"])
@@ -254,7 +254,7 @@ def test_the_teacher_starts_as_the_student_in_memory(make_trainer: TrainerFactor
     with torch.no_grad():
         model.lm_head.weight.add_(1.0)
     trainer = make_trainer(model=model, teacher_model_kind=kind)
-    student, teacher = dict(model.named_parameters()), dict(trainer.teacher.model.named_parameters())
+    student, teacher = dict(model.named_parameters()), dict(trainer.teacher.parts[0][0].named_parameters())
     assert max((student[name] - teacher[name]).abs().max() for name in student) == 0.0
     assert all(not p.requires_grad for p in teacher.values())
     trainer.create_optimizer()
@@ -266,10 +266,10 @@ def test_a_frozen_teacher_stays_and_a_live_one_is_the_student(make_trainer: Trai
     base = make_trainer(teacher_model_kind="base")
     start = parameters_of(base)
     base.train()
-    assert torch.equal(torch.cat([p.flatten() for p in base.teacher.model.parameters()]), start)
+    assert torch.equal(torch.cat([p.flatten() for p in base.teacher.parts[0][0].parameters()]), start)
     live = make_trainer(teacher_model_kind="live")
     live.train()
-    assert live.teacher.model is live.model
+    assert live.teacher.parts[0][0] is live.model
 
 
 def test_without_distillation_there_is_no_teacher(make_trainer: TrainerFactory) -> None:
@@ -467,7 +467,7 @@ def test_evaluation_before_training_uses_the_initial_policy_as_teacher(make_trai
     start = parameters_of(trainer)
     metrics = trainer.evaluate(trainer.train_dataset)
     assert math.isfinite(metrics["eval_loss"])
-    assert torch.equal(torch.cat([p.flatten() for p in trainer.teacher.model.parameters()]), start)
+    assert torch.equal(torch.cat([p.flatten() for p in trainer.teacher.parts[0][0].parameters()]), start)
 
 
 def test_the_best_model_can_be_chosen_by_a_trainer_metric(make_trainer: TrainerFactory, tokenizer: Any) -> None:

@@ -44,7 +44,7 @@ CHATS = Dataset.from_dict(
 )
 
 
-# --- what a user brings ------------------------------------------------------------------------------------------------
+# --- what a user brings ----------------------------------------------------------------------------------------------
 
 
 def even_length(prompts: Any, completions: Any, completion_ids: Any, answer: Any, **kwargs: Any) -> list[float]:
@@ -135,7 +135,7 @@ class Hooks(TrainerCallback):
         self.seen.append("on_self_distillation_batch_prepared")
 
 
-# --- the runs ----------------------------------------------------------------------------------------------------------
+# --- the runs --------------------------------------------------------------------------------------------------------
 
 FIELDS: set[str] = set()
 
@@ -219,6 +219,7 @@ def blend_in_a_block_of_two_steps(name: str) -> Any:
             steps_per_generation=2,
             distillation_is_clip=1.5,
             mask_truncated_completions=True,
+            average_tokens_across_devices=True,
             success_reward_threshold=1.5,
         ),
         train_dataset=TEXTS,

@@ -1,0 +1,256 @@
+"""What a checkpoint holds besides the student: teacher, reference, the block in use, accumulators, and the layout.
+
+Files of `sdpo/` inside a checkpoint: `layout.json`, `teacher.safetensors`, `reference.safetensors`, and a file a rank.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Mapping
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+from transformers import Trainer
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, TrainOutput, get_last_checkpoint, rotate_checkpoints
+
+from sdpo import distributed
+from sdpo.callbacks import Diagnostics
+from sdpo.metrics import Metrics
+from sdpo.teacher import PolicyCopy, Teacher
+from sdpo.types import Block, Phase, Sequences, TrainingBatch
+
+FOLDER = "sdpo"
+UNFINISHED = ".unfinished"  # checkpoints are written here and renamed when complete
+
+# Settings on which the order of prompts, completions and updates depends. A resumed run must have them as they were.
+LAYOUT = (
+    "per_device_train_batch_size",
+    "gradient_accumulation_steps",
+    "steps_per_generation",
+    "generation_batch_size",
+    "num_generations",
+    "num_iterations",
+    "world_size",
+    "seed",
+    "data_seed",
+    "shuffle_dataset",
+    "dataloader_drop_last",
+    "teacher_model_kind",
+    "distillation_weight",
+    "beta",
+)
+
+
+def layout_of(args: Any) -> dict[str, Any]:
+    """The settings of `LAYOUT`."""
+    return {name: getattr(args, name) for name in LAYOUT}
+
+
+def check_layout(checkpoint: str, args: Any) -> None:
+    """Makes sure that a run with these settings goes on as the one that wrote the checkpoint.
+
+    Raises:
+        ValueError: the checkpoint has no state of ours, or the settings would change the run.
+    """
+    path = Path(checkpoint) / FOLDER / "layout.json"
+    start_over = (
+        f"To start a run of its own from these weights, with a teacher made from them, pass model={checkpoint!r} to "
+        "SDPOTrainer and call train() without resume_from_checkpoint."
+    )
+    if not path.exists():
+        raise ValueError(
+            f"{checkpoint} holds no teacher and no generation block ({FOLDER}/layout.json is missing), so its run "
+            f"cannot be continued: another library wrote it, or save_only_model=True. {start_over}"
+        )
+    saved, present = json.loads(path.read_text()), layout_of(args)
+    changed = [
+        f"{name}: {saved.get(name)} there, {present[name]} here" for name in LAYOUT if saved.get(name) != present[name]
+    ]
+    if changed:
+        raise ValueError(
+            f"Resuming {checkpoint} with other settings would be another run ({'; '.join(changed)}). Set them as they "
+            f"were. {start_over}"
+        )
+
+
+def save_tensors(state: Mapping[str, Tensor], path: Path) -> None:
+    """Writes tensors by name, nothing where there are none."""
+    if state:
+        save_file({name: tensor.detach().cpu().contiguous() for name, tensor in state.items()}, path)
+
+
+def load_tensors(path: Path) -> dict[str, Tensor]:
+    """Tensors by name.
+
+    Raises:
+        ValueError: the file is not there.
+    """
+    if not path.exists():
+        raise ValueError(f"{path} is missing: the checkpoint is damaged. Resume from an earlier one.")
+    return load_file(path)
+
+
+def save_rank(folder: Path, rank: int, *, block: Block | None, state: Mapping[str, Any]) -> None:
+    """Writes what differs by rank: the block with its position, and plain values."""
+    batches = [_as_plain(batch) for batch in block.batches] if block is not None else []
+    torch.save({"batches": batches, "num_used": block.num_used if block else 0, **state}, folder / f"rank{rank}.pt")
+
+
+def load_rank(folder: Path, rank: int) -> tuple[Block | None, dict[str, Any]]:
+    """What `save_rank` wrote. Only tensors and plain values are read, no code."""
+    state: dict[str, Any] = torch.load(folder / f"rank{rank}.pt", weights_only=True)
+    batches = [_as_batch(plain) for plain in state.pop("batches")]
+    num_used = state.pop("num_used")
+    return (Block(batches, num_used) if batches else None), state
+
+
+def _as_plain(value: TrainingBatch | Sequences) -> dict[str, Any]:
+    found = {f.name: getattr(value, f.name) for f in fields(value)}
+    return {name: _as_plain(v) if isinstance(v, Sequences) else v for name, v in found.items()}
+
+
+def _as_batch(plain: dict[str, Any]) -> TrainingBatch:
+    values: dict[str, Any] = {name: Sequences(**v) if isinstance(v, dict) else v for name, v in plain.items()}
+    return TrainingBatch(**values)
+
+
+def publish(staged: Path, final: Path) -> None:
+    """Gives a complete checkpoint its name. One of that name from an earlier run gives way."""
+    if final.exists():
+        old = final.with_name(f"{UNFINISHED}-old")
+        os.replace(final, old)
+        os.replace(staged, final)
+        remove(old)
+    else:
+        os.replace(staged, final)
+
+
+def remove(folder: Path) -> None:
+    """Deletes a folder where there is one."""
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+class CheckpointedTrainer(Trainer):
+    """A `Trainer` whose checkpoints hold the whole run, and have a checkpoint's name only when complete.
+
+    A run that is killed at any moment therefore leaves its last checkpoint usable.
+    """
+
+    _is_staging = False
+    _resumed_from: str | None = None
+    _resumed_log: tuple[float, int] = (0.0, 0)
+
+    # Made by the subclass.
+    teacher: Teacher | None
+    reference: PolicyCopy | None
+    block: Block | None
+    metrics: dict[Phase, Metrics]
+    diagnostics: Diagnostics
+
+    def train(self, resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any) -> TrainOutput:
+        """As `Trainer.train`; resuming gives the run that was interrupted, exactly.
+
+        Raises:
+            ValueError: the checkpoint lacks the run's state, or the settings would make another run of it.
+        """
+        if resume_from_checkpoint is True:
+            resume_from_checkpoint = get_last_checkpoint(self.args.output_dir) or True
+        if isinstance(resume_from_checkpoint, str | os.PathLike):
+            check_layout(os.fspath(resume_from_checkpoint), self.args)
+            self._resumed_from = os.fspath(resume_from_checkpoint)
+        return super().train(resume_from_checkpoint, *args, **kwargs)
+
+    def continue_run(self) -> None:
+        """Goes on where the interrupted run was; to be called before the first thing that draws random numbers."""
+        if self._resumed_from is not None:
+            super()._load_rng_state(self._resumed_from)
+            self._resumed_from = None
+            loss, self._globalstep_last_logged = self._resumed_log
+            self._tr_loss += loss
+
+    def _load_rng_state(self, checkpoint: str | None) -> None:
+        """Nothing: the base class does it after the first batch is fetched, which here means after sampling."""
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        super()._load_optimizer_and_scheduler(checkpoint)
+        if checkpoint is not None:
+            self._load_run_state(Path(checkpoint) / FOLDER)
+
+    def _save_run_state(self, folder: Path) -> None:
+        if self.args.should_save:
+            (folder / "layout.json").write_text(json.dumps(layout_of(self.args), indent=2))
+            for name, weights in self._kept_weights().items():
+                save_tensors(weights.state_dict(), folder / f"{name}.safetensors")
+        state = {
+            "metrics": self.metrics["train"].snapshot(),
+            "streaks": [(phase, name, number) for (phase, name), number in self.diagnostics.streaks.items()],
+            "loss_since_log": self._tr_loss.item(),
+            "logged_step": self._globalstep_last_logged,
+        }
+        save_rank(folder, self.args.process_index, block=self.block, state=state)
+
+    def _load_run_state(self, folder: Path) -> None:
+        for name, weights in self._kept_weights().items():
+            if weights.state_dict():
+                weights.load_state_dict(load_tensors(folder / f"{name}.safetensors"))
+        self.block, state = load_rank(folder, self.args.process_index)
+        self.metrics["train"].restore(state["metrics"])
+        self.diagnostics.streaks.update({(phase, name): number for phase, name, number in state["streaks"]})
+        self._resumed_log = (state["loss_since_log"], state["logged_step"])
+
+    def _kept_weights(self) -> dict[str, Teacher | PolicyCopy]:
+        """Weights besides the student's that a resumed run needs, by file name."""
+        kept: dict[str, Teacher | PolicyCopy] = {}
+        if self.teacher is not None:
+            kept["teacher"] = self.teacher
+        if self.reference is not None and (self.teacher is None or self.reference is not self.teacher.initial):
+            kept["reference"] = self.reference
+        return kept
+
+    def _get_output_dir(self, trial: Any) -> str:
+        final: str = super()._get_output_dir(trial)
+        return str(Path(final) / UNFINISHED) if self._is_staging else final
+
+    def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
+        final = Path(self._get_output_dir(trial))
+        name = f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
+        staged = final / UNFINISHED / name
+        if self.args.should_save:
+            remove(final / UNFINISHED)
+        distributed.wait(self.accelerator)
+        self._is_staging = True
+        super()._save_checkpoint(model, trial)
+        self._is_staging = False
+        if not self.args.save_only_model:
+            (staged / FOLDER).mkdir(parents=True, exist_ok=True)
+            self._save_run_state(staged / FOLDER)
+        self._name_best(final)
+        if self.args.should_save:
+            self.state.save_to_json(str(staged / "trainer_state.json"))
+        distributed.wait(self.accelerator)
+        if self.args.should_save:
+            publish(staged, final / name)
+            remove(final / UNFINISHED)
+        distributed.wait(self.accelerator)
+        if self.args.push_to_hub:
+            self._push_from_checkpoint(str(final / name))
+        if self.args.should_save:
+            limit, best = self.args.save_total_limit, self.state.best_model_checkpoint
+            rotate_checkpoints(str(final), limit, best, use_mtime=True)
+
+    def _name_best(self, final: Path) -> None:
+        """The best checkpoint under its final name; the base class saw the unfinished one."""
+        if self.state.best_global_step:
+            best = final / f"{PREFIX_CHECKPOINT_DIR}-{self.state.best_global_step}"
+            if best.exists() or self.state.best_global_step == self.state.global_step:
+                self.state.best_model_checkpoint = str(best)
+
+    def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
+        if not self._is_staging:
+            super()._push_from_checkpoint(checkpoint_folder)
