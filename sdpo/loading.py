@@ -114,7 +114,7 @@ def check_launch(args: SDPOConfig) -> None:
         )
     if args.save_only_model and args.save_strategy != "no":
         logger.warning(
-            "save_only_model=True: checkpoints hold neither the teacher nor the generation block, the optimizer or the "
+            "save_only_model=True: checkpoints hold no teacher, generation block, optimizer or "
             "random state, so this run cannot be resumed from them."
         )
     if args.auto_find_batch_size:
