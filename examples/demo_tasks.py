@@ -1,16 +1,18 @@
 """Small tasks with verifiers, on which a model of 135 million parameters has room to learn.
 
-`build_task(name)` returns the questions, split into training and held-out ones, and their reward function. The rows have
-the columns `prompt` (messages) and `answer`, and for sums `question` ("4 + 8"). A reward function returns for each
-completion a `Score`: the reward, and what an environment could say about that attempt without giving the answer away.
+`build_task(name)` returns the questions, split into training and held-out ones, and their reward function. The rows
+have the columns `prompt` (messages), `question` ("14 - 6") and `answer`. A reward function returns for each completion
+a `Score`: the reward, and what an environment could say about that attempt without giving the answer away.
 """
 
 from __future__ import annotations
 
+import operator
 import random
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import reduce
 from typing import Any
 
 from datasets import Dataset
@@ -18,6 +20,7 @@ from datasets import Dataset
 from sdpo import Score
 
 Row = dict[str, Any]
+OPERATIONS = {"+": operator.add, "-": operator.sub, "*": operator.mul}
 RewardFunction = Callable[..., list[Score]]
 
 
@@ -48,7 +51,7 @@ def build_task(name: str, *, num_held_out: int = 30, num_train: int | None = Non
     return Task(Dataset.from_list(train), Dataset.from_list(held_out), reward)
 
 
-# --- arithmetic: the right equation, written in full ------------------------------------------------------------------
+# --- arithmetic: the right equation, written in full -------------------------------------------
 
 
 def chat(system: str | None, examples: list[tuple[str, str]], question: str) -> list[dict[str, str]]:
@@ -66,8 +69,9 @@ def arithmetic_rows(
     rows = []
     for operands in numbers:
         question = f" {sign} ".join(map(str, operands))
+        answer = str(reduce(OPERATIONS[sign], operands))
         prompt = chat(system, examples, f"What is {question}?")
-        rows.append({"prompt": prompt, "question": question, "answer": str(eval(question))})
+        rows.append({"prompt": prompt, "question": question, "answer": answer})
     return rows
 
 
@@ -75,12 +79,6 @@ def sum_questions() -> list[Row]:
     """a + b of one digit: 100 questions."""
     numbers = [(a, b) for a in range(10) for b in range(10)]
     return arithmetic_rows(numbers, "+", "Answer with the full equation, for example: 2 + 3 = 5", [])
-
-
-def longer_sum_questions() -> list[Row]:
-    """A number of two digits plus one of one digit: 810 questions."""
-    numbers = [(a, b) for a in range(10, 100) for b in range(1, 10)]
-    return arithmetic_rows(numbers, "+", "Answer with the full equation, for example: 12 + 3 = 15", [])
 
 
 def product_questions() -> list[Row]:
@@ -142,81 +140,9 @@ def grade_steps(text: str, question: str, answer: str) -> Score:
     return Score(1.0)
 
 
-# --- text ------------------------------------------------------------------------------------------------------------
-
-TOPICS = (
-    "rain snow fire ice wind gravity magnetism light sound heat paper glass steel bread cheese coffee tea sugar salt honey "
-    "rivers mountains deserts volcanoes earthquakes oceans islands forests clouds rainbows trees flowers bees ants "
-    "spiders birds whales sharks dogs cats horses elephants tigers bears computers robots telephones cameras clocks "
-    "bicycles trains ships airplanes rockets bridges museums libraries schools hospitals music painting poetry chess "
-    "football money democracy history mathematics chemistry biology medicine vaccines bacteria bones blood sleep dreams"
-).split()
-
-CAPITALS = {
-    "Austria": "Vienna", "Belgium": "Brussels", "Bulgaria": "Sofia", "Croatia": "Zagreb", "Cuba": "Havana",
-    "Czechia": "Prague", "Denmark": "Copenhagen", "Egypt": "Cairo", "Estonia": "Tallinn", "Finland": "Helsinki",
-    "France": "Paris", "Germany": "Berlin", "Greece": "Athens", "Hungary": "Budapest", "Iceland": "Reykjavik",
-    "India": "New Delhi", "Iran": "Tehran", "Iraq": "Baghdad", "Ireland": "Dublin", "Israel": "Jerusalem",
-    "Italy": "Rome", "Japan": "Tokyo", "Jordan": "Amman", "Kenya": "Nairobi", "Latvia": "Riga", "Lebanon": "Beirut",
-    "Lithuania": "Vilnius", "Mongolia": "Ulaanbaatar", "Morocco": "Rabat", "Nepal": "Kathmandu",
-    "Netherlands": "Amsterdam", "Norway": "Oslo", "Peru": "Lima", "Philippines": "Manila", "Poland": "Warsaw",
-    "Portugal": "Lisbon", "Romania": "Bucharest", "Russia": "Moscow", "Serbia": "Belgrade", "Slovakia": "Bratislava",
-    "Spain": "Madrid", "Sweden": "Stockholm", "Syria": "Damascus", "Thailand": "Bangkok", "Tunisia": "Tunis",
-    "Turkey": "Ankara", "Ukraine": "Kyiv", "Uruguay": "Montevideo", "Venezuela": "Caracas", "Vietnam": "Hanoi",
-}  # fmt: skip
-
-
-def word_limit_questions() -> list[Row]:
-    """Explanations in at most ten words: 81 topics."""
-    return [
-        {"prompt": chat(None, [], f"What do you know about {topic}? Answer in at most ten words."), "answer": topic}
-        for topic in TOPICS
-    ]
-
-
-def word_limit_reward(completions, answer, **_) -> list[Score]:
-    """1 for a sentence of three to ten words that names the topic, else 0. Whether it is true is not checked."""
-    return [grade_word_limit(text_of(c), topic) for c, topic in zip(completions, answer, strict=True)]
-
-
-def grade_word_limit(text: str, topic: str) -> Score:
-    """Score of one sentence about the topic."""
-    words = text.split()
-    if len(words) > 10:
-        return Score(0.0, f"The answer has {len(words)} words. Write one short sentence of at most ten words.")
-    if len(words) < 3 or not text.strip().endswith((".", "!")) or len(set(words)) < len(words) - 1:
-        return Score(0.0, "Write one whole sentence.")
-    if topic.lower().rstrip("s") not in text.lower():
-        return Score(0.0, f"The sentence does not name {topic}.")
-    return Score(1.0)
-
-
-def capital_questions() -> list[Row]:
-    """Capitals: 50 countries."""
-    return [
-        {"prompt": chat(None, [], f"What is the capital of {country}? Answer with its name only."), "answer": capital}
-        for country, capital in CAPITALS.items()
-    ]
-
-
-def capital_reward(completions, answer, **_) -> list[Score]:
-    """1 where the answer has the capital's name and at most three words, else 0."""
-    return [grade_capital(text_of(c), capital) for c, capital in zip(completions, answer, strict=True)]
-
-
-def grade_capital(text: str, capital: str) -> Score:
-    """Score of one answer."""
-    if len(text.split()) > 3:
-        return Score(0.0, "Answer with the name of the city only.")
-    return Score(1.0) if capital.lower() in text.lower() else Score(0.0, f"The capital is not {text.strip(' .')}.")
-
-
 TASKS: dict[str, tuple[Callable[[], list[Row]], RewardFunction]] = {
     "sum": (sum_questions, equation_reward),
-    "longer_sum": (longer_sum_questions, equation_reward),
     "product": (product_questions, equation_reward),
     "difference": (difference_questions, equation_reward),
     "chain": (chain_questions, steps_reward),
-    "word_limit": (word_limit_questions, word_limit_reward),
-    "capital": (capital_questions, capital_reward),
 }

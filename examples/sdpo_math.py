@@ -14,6 +14,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -184,7 +185,8 @@ def model_settings(model_arguments: ModelConfig) -> dict[str, Any]:
     return {name: value for name, value in settings.items() if value is not None}
 
 
-def main(arguments: list[str]) -> None:
+def main(arguments: list[str], *, on_trainer: Callable[[SDPOTrainer], None] | None = None) -> None:
+    """The whole script. `on_trainer` is called with the trainer once it is built, for measurements."""
     script, config, model_arguments = parse(arguments)
     model = model_arguments.model_name_or_path
     if model is None:
@@ -203,6 +205,8 @@ def main(arguments: list[str]) -> None:
         eval_dataset=test if config.eval_strategy != "no" else None,
         peft_config=get_peft_config(model_arguments),
     )
+    if on_trainer is not None:
+        on_trainer(trainer)
     if script.check_teacher:
         print(compare_teacher(trainer, num_prompts=script.num_check_questions), flush=True)
     before = accuracy(trainer, test, num_samples=script.num_test_samples)
