@@ -5,8 +5,8 @@
         --dataset_config main --output_dir outputs/sdpo-gsm8k      # any model and any dataset of this kind
 
 Datasets like GSM8K (`question`, `answer` with the result after ####) and like MATH (`problem`, `solution` with the
-result in \\boxed{}) are read as they are; one with a `prompt` and an `answer` column is used unchanged. Every setting is
-a field of this script's arguments, of `sdpo.SDPOConfig` or of `trl.ModelConfig`.
+result in \\boxed{}) are read as they are; one with a `prompt` and an `answer` column is used unchanged. Every setting
+is a field of this script's arguments, of `sdpo.SDPOConfig` or of `trl.ModelConfig`.
 """
 
 from __future__ import annotations

@@ -99,7 +99,7 @@ def measure_lora(arguments: list[str]) -> None:
     print(f"norm of the difference / norm of the averaged product: {(gap / scale) ** 0.5:.4f}")
     print(f"norm of the averaged product / norm of the student's:  {(scale / moved) ** 0.5:.4f}")
     exact = copy.deepcopy(teacher)
-    for name, (b, a) in factors(exact).items():  # B' A' = the averaged product, by a decomposition of full rank
+    for name, (b, _) in factors(exact).items():  # the averaged product in the base weight, nothing in the factors
         layer = exact.get_submodule(name)
         layer.base_layer.weight = nn.Parameter(
             layer.base_layer.weight + layer.scaling["default"] * average.average[name], requires_grad=False
