@@ -76,9 +76,16 @@ def arithmetic_rows(
 
 
 def sum_questions() -> list[Row]:
-    """a + b of one digit: 100 questions."""
-    numbers = [(a, b) for a in range(10) for b in range(10)]
-    return arithmetic_rows(numbers, "+", "Answer with the full equation, for example: 2 + 3 = 5", [])
+    """a + b of one digit, to be answered in one line: 100 questions."""
+    questions = [f"{a} + {b}" for a in range(10) for b in range(10)]
+    return [
+        {
+            "prompt": chat("2 + 3 = 5", [], f"What is {question}? Answer in one line."),
+            "question": question,
+            "answer": str(sum(map(int, question.split(" + ")))),
+        }
+        for question in questions
+    ]
 
 
 def product_questions() -> list[Row]:
@@ -124,6 +131,19 @@ def grade_equation(text: str, question: str, answer: str) -> Score:
     return Score(1.0)
 
 
+def line_reward(completions, question, answer, **_) -> list[Score]:
+    """1 where the answer is one line that ends with the right number, else 0."""
+    return [grade_line(text_of(c), q, a) for c, q, a in zip(completions, question, answer, strict=True)]
+
+
+def grade_line(text: str, question: str, answer: str) -> Score:
+    """Score of one answer to "What is `question`? Answer in one line."."""
+    written = re.search(r"(\d+)[.!]?$", text.strip())
+    if written is None or "\n" in text.strip():
+        return Score(0.0, "Write one line that ends with the result.")
+    return Score(1.0) if written[1] == answer else Score(0.0, f"{question} is not {written[1]}.")
+
+
 def steps_reward(completions, question, answer, **_) -> list[Score]:
     """1 where every equation in the answer is true and the last number is the right one, else 0."""
     return [grade_steps(text_of(c), q, a) for c, q, a in zip(completions, question, answer, strict=True)]
@@ -141,7 +161,7 @@ def grade_steps(text: str, question: str, answer: str) -> Score:
 
 
 TASKS: dict[str, tuple[Callable[[], list[Row]], RewardFunction]] = {
-    "sum": (sum_questions, equation_reward),
+    "sum": (sum_questions, line_reward),
     "product": (product_questions, equation_reward),
     "difference": (difference_questions, equation_reward),
     "chain": (chain_questions, steps_reward),

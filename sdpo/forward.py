@@ -1,80 +1,20 @@
-"""Hidden states to log-probs: the only place that does it. fp32, temperature applied, in chunks of tokens.
+"""A microbatch through student and teacher: hidden states, and the values of the tokens that some loss needs.
 
-The backbone runs once over a microbatch; its output head then runs on the tokens that some loss needs, a chunk at a
-time, and is run again in the backward pass. So no (B, T, V) tensor exists, only (chunk, V) ones.
+The backbone runs once over the sequences; what the output head makes of its hidden states is in `heads`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 from sdpo.collate import lay_out
-from sdpo.losses import divergence as dv
+from sdpo.heads import AFTER_HEAD, Head, Taught, TokenValues, find_head, token_values
 from sdpo.types import ObjectiveSettings, Sequences, TokenTerms, TrainingBatch
-
-# Logits held at once, in numbers (64 MB in fp32): small beside any model, large enough to keep a device busy.
-CHUNK_LOGITS = 2**24
-
-
-def _identity(logits: Tensor, _: float) -> Tensor:
-    return logits
-
-
-def _multiply(logits: Tensor, scale: float) -> Tensor:
-    return logits * scale
-
-
-def _divide(logits: Tensor, scale: float) -> Tensor:
-    return logits / scale
-
-
-def _soft_cap(logits: Tensor, cap: float) -> Tensor:
-    return torch.tanh(logits / cap) * cap
-
-
-# What families do to the head's output, by the config field that holds the number (Gemma; Cohere; Granite; Falcon-H1).
-AFTER_HEAD: dict[str, Callable[[Tensor, float], Tensor]] = {
-    "final_logit_softcapping": _soft_cap,
-    "logit_scale": _multiply,
-    "logits_scaling": _divide,
-    "lm_head_multiplier": _multiply,
-}
-
-
-@dataclass(frozen=True, slots=True)
-class Head:
-    """The map from hidden states (N, H) to the model's logits (N, V): output embedding, then scale or soft cap."""
-
-    module: Any
-    after: Callable[[Tensor, float], Tensor] = _identity
-    number: float = 1.0
-
-    def logits(self, hidden: Tensor, temperature: float) -> Tensor:
-        """(N, V) logits / temperature in fp32."""
-        return self.after(self.module(hidden), self.number).float() / temperature
-
-
-def find_head(model: Any) -> Head:
-    """The output head of an unwrapped causal language model.
-
-    Raises:
-        ValueError: the model has no output embedding.
-    """
-    module = model.get_output_embeddings()
-    if module is None:
-        raise ValueError(f"{type(model).__name__} has no output embedding; a causal language model is needed.")
-    config = model.config.get_text_config()
-    for field, after in AFTER_HEAD.items():
-        number = getattr(config, field, None)
-        if number is not None:
-            return Head(module, after, float(number))
-    return Head(module)
 
 
 @torch.no_grad()
@@ -192,34 +132,12 @@ class TokenIndex:
         return values.new_zeros(self.shape).index_put((self.rows, self.columns), values)
 
 
-def chunk_size(head: Head) -> int:
-    """Tokens a chunk, so that its logits stay near CHUNK_LOGITS numbers."""
-    num_tokens: int = head.module.weight.shape[0]
-    return max(1, CHUNK_LOGITS // num_tokens)
-
-
-def _in_chunks(run: Callable[..., tuple[Tensor, ...]], tensors: tuple[Tensor, ...], size: int) -> tuple[Tensor, ...]:
-    """`run` over chunks of the tensors' first dimension, its outputs joined; activations recomputed in backward."""
-    number = max(1, -(-len(tensors[0]) // size))  # one empty chunk for no token: the graph stays whole
-    chunks = zip(*(tensor.tensor_split(number) for tensor in tensors), strict=True)
-    if torch.is_grad_enabled():
-        outputs = [checkpoint(run, *c, use_reentrant=False, preserve_rng_state=False) for c in chunks]
-    else:
-        outputs = [run(*c) for c in chunks]
-    return tuple(torch.cat(parts) for parts in zip(*outputs, strict=True))
-
-
 @torch.no_grad()
-def completion_logps(model: nn.Module, head: Head, batch: TrainingBatch, *, temperature: float) -> Tensor:
+def completion_logps(model: nn.Module, head: Head, batch: TrainingBatch, settings: ObjectiveSettings) -> Tensor:
     """(B, T) log-probs of the tokens that some loss trains on, no gradient, 0 elsewhere."""
     index = TokenIndex.of(batch.policy_mask | batch.distillation_mask)
     hidden = hidden_states(model, batch.student, head=head)[index.of_grid(batch.student.predictors)]
-
-    def run(hidden: Tensor, ids: Tensor) -> tuple[Tensor]:
-        logits = head.logits(hidden, temperature)
-        return (_gather(logits, ids) - logits.logsumexp(-1),)
-
-    return index.spread(_in_chunks(run, (hidden, index.of_grid(batch.completion_ids)), chunk_size(head))[0])
+    return index.spread(token_values(head, hidden, index.of_grid(batch.completion_ids), [], settings).logps)
 
 
 def token_terms(
@@ -237,42 +155,24 @@ def token_terms(
     """
     student = hidden_states(model, batch.student, head=head)
 
-    def compute(index: TokenIndex, taught: list[Tensor], run: Callable[..., tuple[Tensor, ...]]) -> list[Tensor]:
+    def compute(index: TokenIndex, taught: list[Taught]) -> TokenValues:
         hidden = student[index.of_grid(batch.student.predictors)]
-        values = _in_chunks(run, (hidden, index.of_grid(batch.completion_ids), *taught), chunk_size(head))
-        return [index.spread(v) for v in values]
+        return token_values(head, hidden, index.of_grid(batch.completion_ids), taught, settings)
 
-    def run_alone(hidden: Tensor, ids: Tensor) -> tuple[Tensor, ...]:
-        return _own_values(head.logits(hidden, settings.temperature), ids)[:2]
-
-    if not teacher:
-        return TokenTerms(*compute(TokenIndex.of(batch.policy_mask), [], run_alone))
-    mixture = [(find_head(part), share) for part, share in teacher]
-
-    def run_taught(hidden: Tensor, ids: Tensor, *taught: Tensor) -> tuple[Tensor, ...]:
-        logits = head.logits(hidden, settings.temperature)
-        logps, entropy, log_z = _own_values(logits, ids)
-        with torch.no_grad():
-            teacher_logits = _mix(mixture, taught, settings.temperature)
-            teacher_log_z = teacher_logits.logsumexp(-1)
-            teacher_logps = _gather(teacher_logits, ids) - teacher_log_z
-        if settings.mode == "sampled_token":
-            distance = dv.sampled_token_kl(logps, teacher_logps)
-        else:
-            views = _views(logits, log_z, teacher_logits, teacher_log_z, settings)
-            distance = dv.divergence(*views, alpha=settings.alpha)
-        return logps, entropy, distance, teacher_logps - logps.detach()
-
-    index = TokenIndex.of(batch.distillation_mask)
+    index = TokenIndex.of(batch.distillation_mask if teacher else batch.policy_mask)
     predictors = index.of_grid(batch.teacher.predictors)
-    taught = [
-        _read(part, batch.teacher, head=part_head)[predictors]
-        for (part, _), (part_head, _) in zip(teacher, mixture, strict=True)
-    ]
-    logps, entropy, distance, credit = compute(index, taught, run_taught)
-    rest = TokenIndex.of(batch.policy_mask & ~batch.distillation_mask)
-    other_logps, other_entropy = compute(rest, [], run_alone)
-    return TokenTerms(logps + other_logps, entropy + other_entropy, distance, credit)
+    taught = []
+    for part, share in teacher:
+        part_head = find_head(part)
+        taught.append(Taught(part_head, share, _read(part, batch.teacher, head=part_head)[predictors]))
+    values = [None if v is None else index.spread(v) for v in compute(index, taught)]
+    logps, entropy, distance, credit = values
+    assert logps is not None and entropy is not None
+    if teacher and settings.weight < 1:  # tokens that only the policy term trains on
+        rest = TokenIndex.of(batch.policy_mask & ~batch.distillation_mask)
+        others = compute(rest, [])
+        logps, entropy = logps + rest.spread(others.logps), entropy + rest.spread(others.entropy)
+    return TokenTerms(logps, entropy, distance, credit)
 
 
 @torch.no_grad()
@@ -283,42 +183,3 @@ def _read(model: nn.Module, sequences: Sequences, *, head: Head) -> Tensor:
     hidden = hidden_states(model, sequences, head=head)
     model.train(was_training)
     return hidden
-
-
-def _mix(mixture: Sequence[tuple[Head, float]], hidden: Sequence[Tensor], temperature: float) -> Tensor:
-    """(N, V) sum of share * logits / temperature."""
-    (head, share), *others = mixture
-    logits = head.logits(hidden[0], temperature)
-    if not others:
-        return logits
-    logits = logits * share
-    for (head, share), states in zip(others, hidden[1:], strict=True):
-        logits.add_(head.logits(states, temperature), alpha=share)
-    return logits
-
-
-def _own_values(logits: Tensor, ids: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Log-prob of the token, entropy (no gradient) and log normalizer of the student, each (N,)."""
-    log_z = logits.logsumexp(-1)
-    with torch.no_grad():
-        entropy = torch.special.entr((logits - log_z.unsqueeze(-1)).exp()).sum(-1)
-    return _gather(logits, ids) - log_z, entropy, log_z
-
-
-def _gather(logits: Tensor, ids: Tensor) -> Tensor:
-    return logits.gather(-1, ids.unsqueeze(-1)).squeeze(-1)
-
-
-def _views(
-    logits: Tensor, log_z: Tensor, teacher_logits: Tensor, teacher_log_z: Tensor, settings: ObjectiveSettings
-) -> tuple[Tensor, Tensor]:
-    """Aligned log-probs (N, K') of student and teacher: the vocabulary, or the student's top k (paper, eq. 11)."""
-    if settings.topk is None:
-        return logits - log_z.unsqueeze(-1), teacher_logits - teacher_log_z.unsqueeze(-1)
-    support = logits.topk(settings.topk, dim=-1).indices
-    student = logits.gather(-1, support) - log_z.unsqueeze(-1)
-    teacher = teacher_logits.gather(-1, support) - teacher_log_z.unsqueeze(-1)
-    if settings.add_tail:
-        student = dv.with_tail(student, dv.tail_logp(logits, support, log_normalizer=log_z))
-        return student, dv.with_tail(teacher, dv.tail_logp(teacher_logits, support, log_normalizer=teacher_log_z))
-    return dv.renormalize(student), dv.renormalize(teacher)

@@ -27,6 +27,7 @@ from sdpo.data import (
     rows_of_step,
 )
 from sdpo.generation import Generator, build_generator
+from sdpo.heads import find_head
 from sdpo.losses.objective import blend, objective
 from sdpo.losses.policy import group_advantages
 from sdpo.metrics import Metrics, StageClock, merge, observe_rewards, observe_rows
@@ -303,16 +304,12 @@ class SDPOTrainer(CheckpointedTrainer):
         """(B, T) log-probs of each microbatch under a model in evaluation mode; None for no model."""
         if model is None:
             return [None] * len(batches)
-        head = forward.find_head(self.accelerator.unwrap_model(model))
+        head = find_head(self.accelerator.unwrap_model(model))
         was_training = model.training
         model.eval()
         with self.compute_loss_context_manager():
-            logps = [
-                forward.completion_logps(
-                    model, head, batch.to(self.accelerator.device), temperature=self.args.objective.temperature
-                ).cpu()
-                for batch in batches
-            ]
+            device, settings = self.accelerator.device, self.args.objective
+            logps = [forward.completion_logps(model, head, batch.to(device), settings).cpu() for batch in batches]
         model.train(was_training)
         return [*logps]
 
@@ -323,7 +320,7 @@ class SDPOTrainer(CheckpointedTrainer):
         if return_outputs:
             raise ValueError("SDPOTrainer returns a loss only; there are no outputs to return.")
         settings = self.args.objective
-        head = forward.find_head(self.accelerator.unwrap_model(model))
+        head = find_head(self.accelerator.unwrap_model(model))
         parts = self.teacher.parts if self.teacher is not None else []
         terms = forward.token_terms(model, head, inputs, settings, teacher=parts)
         loss = objective(terms, inputs, settings)

@@ -15,7 +15,18 @@ MODULES = {path.relative_to(PACKAGE).as_posix(): ast.parse(path.read_text()) for
 LAYERS = (
     {"types", "config"},
     {"losses", "reprompt", "metrics"},
-    {"data", "tokenization", "generation", "rewards", "collate", "forward", "teacher", "distributed", "loading"},
+    {
+        "data",
+        "tokenization",
+        "generation",
+        "rewards",
+        "collate",
+        "heads",
+        "forward",
+        "teacher",
+        "distributed",
+        "loading",
+    },
     {"callbacks"},
     {"checkpoint"},
     {"trainer"},
@@ -25,6 +36,7 @@ SAME_LAYER = {
     ("config", "types"),  # the frozen views
     ("generation", "collate"),  # prompts are padded for the sampler, and padding has one home
     ("forward", "collate"),  # the layout it tries the model on
+    ("forward", "heads"),
 }
 # What a unit must not import although its layer would allow it.
 FORBIDDEN = {

@@ -22,8 +22,9 @@ from transformers import (
     MambaForCausalLM,
 )
 
-from sdpo import forward
+from sdpo import forward, heads
 from sdpo.collate import pad, sequences
+from sdpo.heads import find_head
 from sdpo.losses import divergence as dv
 from sdpo.types import ObjectiveSettings, TrainingBatch
 
@@ -111,6 +112,8 @@ MODES = [
 
 @pytest.mark.parametrize(("mode", "topk", "add_tail", "alpha"), MODES)
 @pytest.mark.parametrize(("chunk", "share"), [(1, True), (3, True), (10**6, True), (3, False)])
+@pytest.mark.parametrize("weight", [1.0, 0.5])
+@pytest.mark.parametrize("is_plain", [True, False])
 def test_values_and_gradients_equal_the_plain_ones_in_every_mode(
     tokenizer: Any,
     monkeypatch: pytest.MonkeyPatch,
@@ -120,9 +123,12 @@ def test_values_and_gradients_equal_the_plain_ones_in_every_mode(
     alpha: float,
     chunk: int,
     share: bool,
+    weight: float,
+    is_plain: bool,
 ) -> None:
-    monkeypatch.setattr(forward, "CHUNK_LOGITS", chunk * len(tokenizer))
-    settings = replace(SETTINGS, mode=mode, topk=topk, add_tail=add_tail, alpha=alpha)
+    monkeypatch.setattr(heads, "CPU_CHUNK", chunk * len(tokenizer))
+    monkeypatch.setattr(heads.Head, "is_plain", property(lambda _: is_plain))
+    settings = replace(SETTINGS, mode=mode, topk=topk, add_tail=add_tail, alpha=alpha, weight=weight)
     batch, (prompts, teacher_prompts, completions) = make_batch(share=share)
     model, teacher = make_model(tokenizer, seed=0), make_model(tokenizer, seed=1).requires_grad_(False)
     mask = batch.distillation_mask
@@ -130,23 +136,27 @@ def test_values_and_gradients_equal_the_plain_ones_in_every_mode(
     student_logits = plain_logits(model, prompts, completions)
     teacher_logits = plain_logits(teacher, teacher_prompts, completions)
     expected = plain_divergence(student_logits, teacher_logits, batch, settings) * mask
-    (expected.sum() / mask.sum()).backward()
+    trained = mask | batch.policy_mask if weight < 1 else mask
+    logps = student_logits.log_softmax(-1)
+    chosen = logps.gather(-1, batch.completion_ids.unsqueeze(-1)).squeeze(-1)
+    of_policy = torch.linspace(-1, 1, chosen.numel()).view_as(chosen) * (1 - weight)  # any coefficients
+    ((expected + of_policy * trained * chosen).sum() / mask.sum()).backward()
     gradients = [p.grad.clone() for p in model.parameters()]
     model.zero_grad()
 
-    head = forward.find_head(model)
+    head = find_head(model)
     terms = forward.token_terms(model, head, batch, settings, teacher=[(teacher, 1.0)])
-    (terms.divergence.sum() / mask.sum()).backward()
+    ((terms.divergence.sum() + (of_policy * terms.logps).sum() * (weight < 1)) / mask.sum()).backward()
     assert (terms.divergence - expected).abs().max() < 1e-5
     for parameter, gradient in zip(model.parameters(), gradients, strict=True):
         assert (parameter.grad - gradient).abs().max() < 1e-5
-    logps = student_logits.log_softmax(-1)
-    chosen = logps.gather(-1, batch.completion_ids.unsqueeze(-1)).squeeze(-1)
-    trained = mask | batch.policy_mask
     assert (terms.logps - chosen * trained).abs().max() < 1e-5
     assert (terms.entropy + (logps.exp() * logps).sum(-1) * trained).abs().max() < 1e-5
     taught = teacher_logits.log_softmax(-1).gather(-1, batch.completion_ids.unsqueeze(-1)).squeeze(-1)
-    assert (terms.credit - (taught - chosen) * mask).abs().max() < 1e-5
+    if terms.credit is None:
+        assert mode == "topk_logits" and not add_tail, "the teacher is read on its support alone"
+    else:
+        assert (terms.credit - (taught - chosen) * mask).abs().max() < 1e-5
 
 
 def test_nothing_to_train_on_gives_zero_gradients_not_none(tokenizer: Any) -> None:
@@ -156,7 +166,7 @@ def test_nothing_to_train_on_gives_zero_gradients_not_none(tokenizer: Any) -> No
     model = make_model(tokenizer)
     teacher = make_model(tokenizer, seed=1)
     for settings in (SETTINGS, replace(SETTINGS, mode="topk_logits", topk=5, add_tail=True)):
-        terms = forward.token_terms(model, forward.find_head(model), batch, settings, teacher=[(teacher, 1.0)])
+        terms = forward.token_terms(model, find_head(model), batch, settings, teacher=[(teacher, 1.0)])
         (terms.divergence.sum() + terms.logps.sum()).backward()
         assert all(p.grad is not None and not p.grad.any() for p in model.parameters())
         assert all(p.grad is None for p in teacher.parameters())
@@ -190,7 +200,7 @@ def test_what_a_family_does_after_its_head_is_done_in_chunks_too(family: str) ->
     model = FAMILIES[family]().float().eval()
     forward.check_head(model)
     batch, (prompts, _, completions) = make_batch(share=forward.can_share_prompts(model))
-    logps = forward.completion_logps(model, forward.find_head(model), batch, temperature=SETTINGS.temperature)
+    logps = forward.completion_logps(model, find_head(model), batch, SETTINGS)
     logits = plain_logits(model, prompts, completions)
     expected = logits.log_softmax(-1).gather(-1, batch.completion_ids.unsqueeze(-1)).squeeze(-1)
     assert (logps - expected * batch.completion_mask).abs().max() < 1e-5
@@ -239,15 +249,15 @@ def test_a_model_that_changes_its_logits_in_an_unknown_way_is_refused(tokenizer:
 def test_no_tensor_of_all_tokens_times_the_vocabulary_is_made(tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """The largest tensor with a vocabulary dimension has one chunk's tokens."""
     vocabulary = len(tokenizer)
-    monkeypatch.setattr(forward, "CHUNK_LOGITS", 2 * vocabulary)
+    monkeypatch.setattr(heads, "CPU_CHUNK", 2 * vocabulary)
     seen: list[int] = []
-    original = forward.Head.logits
+    original = heads.Head.logits
 
-    def spy(self: forward.Head, hidden: Tensor, temperature: float) -> Tensor:
+    def spy(self: heads.Head, hidden: Tensor, temperature: float) -> Tensor:
         seen.append(hidden.shape[0])
         return original(self, hidden, temperature)
 
-    monkeypatch.setattr(forward.Head, "logits", spy)
+    monkeypatch.setattr(heads.Head, "logits", spy)
     largest = 0
 
     class Watch(torch.utils._python_dispatch.TorchDispatchMode):
@@ -266,7 +276,7 @@ def test_no_tensor_of_all_tokens_times_the_vocabulary_is_made(tokenizer: Any, mo
     batch = replace(batch, policy_mask=torch.zeros_like(batch.policy_mask))
     settings = replace(SETTINGS, mode="full_logits", alpha=0.5)
     with Watch():
-        terms = forward.token_terms(model, forward.find_head(model), batch, settings, teacher=[(teacher, 1.0)])
+        terms = forward.token_terms(model, find_head(model), batch, settings, teacher=[(teacher, 1.0)])
         terms.divergence.sum().backward()
     seen = [number for number in seen if number]
     assert max(seen) == 2 and len(seen) == 3 * 3 + 3  # 6 tokens in 3 chunks: student and teacher, twice

@@ -140,3 +140,21 @@ def importance_weight(logps: Tensor, old_logps: Tensor, *, cap: float) -> Tensor
     the whole loss, and not below.
     """
     return (_upcast(logps.detach()) - _upcast(old_logps.detach())).exp().clamp(max=cap)
+
+
+def weighted_slope(student_logps: Tensor, teacher_logps: Tensor, *, alpha: float) -> Tensor:
+    """p dD/dp, by outcome (..., K), of the divergence D at the student's probabilities p, up to a multiple of p.
+
+    The gradient of D with respect to logits of which p is the softmax is this less p times its sum over the outcomes,
+    in which the multiple of p cancels. Forward KL: -q for the teacher's q. Reverse KL: p log(p / q). Between them:
+    (1 - alpha) p log(p / m), m = (1 - alpha) p + alpha q; derived from `divergence`. An outcome of mass 0 gives 0.
+    """
+    student_logps, teacher_logps = _aligned(student_logps, teacher_logps)
+    if alpha == 0.0:
+        return -teacher_logps.exp()
+    other, factor = teacher_logps, 1.0
+    if alpha < 1.0:
+        other = torch.logaddexp(student_logps + math.log1p(-alpha), teacher_logps + math.log(alpha))
+        factor = 1.0 - alpha
+    probs = student_logps.exp()
+    return torch.where(probs > 0, factor * probs * (student_logps - other), 0.0)
