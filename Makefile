@@ -1,6 +1,8 @@
 # make demo   trains a small model with SDPO on this machine and shows its accuracy before and after
 # make test   all tests
 # make lint   format, lint and types
+# make bench  time and memory of a step beside trl.experimental.sdpo
+# make docs   the pages of docs/ as a site, strictly
 # PYTHON=python3.12 make ...   chooses the Python that the environment .venv is made with
 
 PYTHON ?= python3
@@ -12,10 +14,10 @@ INSTALLED := .venv/.installed
 export OMP_WAIT_POLICY ?= PASSIVE
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test lint
+.PHONY: help install demo test lint bench docs
 
 help:
-	@sed -n 's/^# //p' $(firstword $(MAKEFILE_LIST)) | sed -n '1,4p'
+	@sed -n 's/^# //p' $(firstword $(MAKEFILE_LIST)) | sed -n '1,6p'
 
 install: $(INSTALLED)
 
@@ -29,6 +31,14 @@ lint: $(INSTALLED)
 	@$(BIN)/ruff check .
 	@$(BIN)/ruff format --check .
 	@$(BIN)/mypy
+
+bench: $(INSTALLED)
+	@$(BIN)/python tests/benchmarks/bench.py $(BENCH_ARGS)
+
+docs: $(INSTALLED)
+	@$(BIN)/python -m pip install --quiet -c constraints.txt -e ".[docs]"
+	@$(BIN)/python scripts/generate_config_docs.py
+	@$(BIN)/mkdocs build --strict --quiet
 
 # torch first: it is by far the largest, and a wrong build of it (no GPU, another CUDA) is best seen at once.
 $(INSTALLED): pyproject.toml constraints.txt
