@@ -10,7 +10,7 @@ from accelerate import Accelerator
 from conftest import make_model
 from transformers import set_seed
 
-from sdpo.generation.transformers import TransformersGenerator, generation_config
+from sdpo.generation.transformers import TransformersGenerator, draw, generation_config, is_plain_sampling
 from sdpo.types import SamplingSettings
 
 
@@ -25,31 +25,57 @@ def make_generator(model: Any, tokenizer: Any, **settings: Any) -> TransformersG
         "cache_implementation": None,
         "generation_kwargs": {},
     }
+    sampling = SamplingSettings(**{**defaults, **settings})
     config = generation_config(
-        SamplingSettings(**{**defaults, **settings}),
+        sampling,
         pad_token_id=tokenizer.pad_token_id,
         bos_token_id=None,
         eos_token_ids=[tokenizer.eos_token_id],
     )
-    return TransformersGenerator(lambda: model, accelerator=Accelerator(cpu=True), config=config)
+    return TransformersGenerator(
+        lambda: model, accelerator=Accelerator(cpu=True), config=config, is_plain=is_plain_sampling(sampling)
+    )
 
 
-def test_prompts_of_a_group_are_read_once_with_the_same_completions(
-    tokenizer: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_prompts_of_a_group_are_read_once(tokenizer: Any) -> None:
     model = make_model(tokenizer)
     prompts = [[10, 11, 12, 13]] * 3 + [[20, 21]] * 3 + [[30, 31, 32]] * 2
     read: list[int] = []
-    embed = model.get_input_embeddings()
-    embed.register_forward_hook(lambda _, args, __: read.append(args[0].numel()))
-    generator = make_generator(model, tokenizer)
+    model.get_input_embeddings().register_forward_hook(lambda _, args, __: read.append(args[0].numel()))
+    for settings in ({}, {"top_p": 0.99}):
+        read.clear()
+        completions = make_generator(model, tokenizer, **settings).generate(prompts)
+        assert read[0] == 3 * 3 and read[1] == 8  # three prompts but their last tokens, then one token a row
+        assert len({tuple(c.ids) for c in completions}) > 1
+
+
+@pytest.mark.parametrize("settings", [{}, {"top_k": 5}])
+def test_completions_are_those_of_generate_where_nothing_is_left_to_chance(tokenizer: Any, settings: Any) -> None:
+    """At a temperature near 0 the likeliest token is drawn; rows end at different lengths and leave the batch."""
+    model = make_model(tokenizer)
+    model.generation_config.eos_token_id = ends = list(range(0, len(tokenizer), 7))
+    prompts = [[10 + i, 11, 12 + i][: 1 + i % 3] for i in range(12) for _ in range(2)]
+    generator = make_generator(model, tokenizer, temperature=1e-4, max_completion_length=12, **settings)
+    generator.eos_token_ids = frozenset(ends)
+    generator.config.eos_token_id = ends
+    completions = generator.generate(prompts)
+    for prompt, completion in zip(prompts, completions, strict=True):
+        whole = model.generate(
+            torch.tensor([prompt]), do_sample=False, max_new_tokens=12, eos_token_id=ends, pad_token_id=0
+        )
+        assert completion.ids == whole[0, len(prompt) :].tolist()
+    assert len({len(c.ids) for c in completions}) > 2
+
+
+def test_a_draw_follows_any_distribution() -> None:
+    """Masses 0.5, 0.25, 0.25 in three blocks, zeros elsewhere: chi-square with 2 degrees of freedom below 13.8."""
+    logits = torch.full((6000, 700), -torch.inf)
+    logits[:, 3], logits[:, 400], logits[:, 699] = torch.tensor([0.5, 0.25, 0.25]).log()
     set_seed(0)
-    shared = generator.generate(prompts)
-    assert read[0] == 3 * 3 and read[1] == 8  # three prompts but their last tokens, then one token a row
-    monkeypatch.setattr(TransformersGenerator, "_shared_prefill", lambda *_: {})
-    set_seed(0)
-    assert generator.generate(prompts) == shared
-    assert len({tuple(c.ids) for c in shared}) > 1
+    counts = torch.bincount(draw(logits), minlength=700)
+    assert counts.sum() == counts[[3, 400, 699]].sum() == 6000
+    expected = torch.tensor([3000.0, 1500.0, 1500.0])
+    assert ((counts[[3, 400, 699]] - expected).square() / expected).sum() < 13.8
 
 
 def test_sampled_tokens_follow_the_models_distribution(tokenizer: Any) -> None:

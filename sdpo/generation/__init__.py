@@ -8,7 +8,7 @@ from typing import Protocol
 from accelerate import Accelerator
 from torch import nn
 
-from sdpo.generation.transformers import TransformersGenerator, generation_config
+from sdpo.generation.transformers import TransformersGenerator, generation_config, is_plain_sampling
 from sdpo.types import Completion, SamplingSettings
 
 
@@ -43,4 +43,5 @@ def build_generator(
         config=generation_config(
             sampling, pad_token_id=pad_token_id, bos_token_id=bos_token_id, eos_token_ids=eos_token_ids
         ),
+        is_plain=is_plain_sampling(sampling),
     )

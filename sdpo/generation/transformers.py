@@ -11,18 +11,31 @@ from accelerate import Accelerator
 from accelerate.utils import is_peft_model
 from torch import Tensor, nn
 from transformers import DynamicCache, GenerationConfig
+from transformers.cache_utils import DynamicLayer
 
 from sdpo.collate import pad
 from sdpo.types import Completion, SamplingSettings
 
 
 class TransformersGenerator:
-    """Samples from the policy itself, so its completions carry no log-probs of their own."""
+    """Samples from the policy itself, so its completions carry no log-probs of their own.
 
-    def __init__(self, get_model: Callable[[], nn.Module], *, accelerator: Accelerator, config: GenerationConfig):
+    A prompt is read once for all its completions. Where sampling is plain (a temperature and nothing else), tokens are
+    drawn here and finished completions leave the batch; any other setting goes through `model.generate`.
+    """
+
+    def __init__(
+        self,
+        get_model: Callable[[], nn.Module],
+        *,
+        accelerator: Accelerator,
+        config: GenerationConfig,
+        is_plain: bool,
+    ):
         self.get_model = get_model
         self.accelerator = accelerator
         self.config = config
+        self.is_plain = is_plain
         self.eos_token_ids = frozenset(_as_list(config.eos_token_id))
 
     def sync(self, step: int) -> None:
@@ -30,37 +43,41 @@ class TransformersGenerator:
 
     @torch.no_grad()
     def generate(self, prompt_ids: Sequence[list[int]]) -> list[Completion]:
+        if not prompt_ids:
+            return []
         model = self.accelerator.unwrap_model(self.get_model())
         device = self.accelerator.device
         ids = pad(prompt_ids, self.config.pad_token_id, dtype=torch.long, left=True).to(device)
         mask = pad([[1] * len(prompt) for prompt in prompt_ids], 0, dtype=torch.long, left=True).to(device)
         with _sampling_mode(model, self.config), self.accelerator.autocast():
-            cache = self._shared_prefill(model, prompt_ids, ids, mask)
-            output = model.generate(input_ids=ids, attention_mask=mask, generation_config=self.config, **cache)
+            name, cache = _prefill(model, prompt_ids, ids, mask)
+            if cache is not None and self.is_plain:
+                return [self._cut(completion) for completion in self._sample(model, name, cache, ids, mask)]
+            prefilled = {} if cache is None or self.config.cache_implementation is not None else {name: cache}
+            output = model.generate(input_ids=ids, attention_mask=mask, generation_config=self.config, **prefilled)
         return [self._cut(completion) for completion in output[:, ids.shape[1] :].tolist()]
 
-    def _shared_prefill(
-        self, model: Any, prompt_ids: Sequence[list[int]], ids: Tensor, mask: Tensor
-    ) -> dict[str, DynamicCache]:
-        """Keys and values of all prompt tokens but the last, computed once a group and handed to each of its rows.
-
-        By the name of the argument that takes them; empty where that saves nothing, or where the model keeps another
-        kind of cache.
-        """
-        is_first = [i == 0 or prompt_ids[i] != prompt_ids[i - 1] for i in range(len(prompt_ids))]
-        if all(is_first) or ids.shape[1] < 2 or self.config.cache_implementation is not None:
-            return {}
-        first = torch.tensor(is_first, device=ids.device)
-        positions = (mask.cumsum(-1) - 1).clamp(min=0)[first, :-1]
-        output = model(
-            input_ids=ids[first, :-1], attention_mask=mask[first, :-1], position_ids=positions, use_cache=True
-        )
-        name = "cache" if "cache" in output else "past_key_values"  # renamed in transformers 5.24
-        cache = output[name]
-        if type(cache) is not DynamicCache:
-            return {}
-        cache.batch_select_indices(first.cumsum(0) - 1)
-        return {name: cache}
+    def _sample(self, model: Any, name: str, cache: DynamicCache, ids: Tensor, mask: Tensor) -> list[list[int]]:
+        """Completions of all rows, drawn token by token; rows that have ended are dropped from the cache."""
+        completions: list[list[int]] = [[] for _ in ids]
+        ends = torch.tensor(sorted(self.eos_token_ids), device=ids.device)
+        rows = torch.arange(len(ids), device=ids.device)
+        token, position = ids[:, -1:], mask.sum(-1, keepdim=True) - 1
+        for _ in range(self.config.max_new_tokens):
+            inputs = {"input_ids": token, "attention_mask": mask, "position_ids": position, name: cache}
+            logits = model(**inputs, use_cache=True).logits[:, -1]
+            token = draw(logits.float() / self.config.temperature).unsqueeze(-1)
+            for row, drawn in zip(rows.tolist(), token.squeeze(-1).tolist(), strict=True):
+                completions[row].append(drawn)
+            goes_on = ~torch.isin(token.squeeze(-1), ends)
+            if not goes_on.all():
+                rows, token, position, mask = rows[goes_on], token[goes_on], position[goes_on], mask[goes_on]
+                if not len(rows):
+                    break
+                cache.batch_select_indices(goes_on.nonzero().squeeze(-1))
+            position = position + 1
+            mask = torch.cat([mask, mask.new_ones(len(rows), 1)], dim=1)
+        return completions
 
     def _cut(self, ids: list[int]) -> Completion:
         """The completion up to its first end-of-sequence token; what stands after that is padding."""
@@ -68,6 +85,61 @@ class TransformersGenerator:
             if token in self.eos_token_ids:
                 return Completion(ids[:length], is_truncated=False)
         return Completion(ids, is_truncated=True)
+
+
+def _prefill(
+    model: Any, prompt_ids: Sequence[list[int]], ids: Tensor, mask: Tensor
+) -> tuple[str, DynamicCache | None]:
+    """Keys and values of all prompt tokens but the last, computed once a group and handed to each of its rows.
+
+    With the name of the argument that takes them; None for prompts of one token, and for models that keep another kind
+    of cache.
+    """
+    if ids.shape[1] < 2:
+        return "", None
+    is_first = [i == 0 or prompt_ids[i] != prompt_ids[i - 1] for i in range(len(prompt_ids))]
+    first = torch.tensor(is_first, device=ids.device)
+    head = model.get_output_embeddings()
+    # Nothing is drawn here, so the head runs on one position: all of them would be a (rows, prompt, V) tensor.
+    handle = head.register_forward_pre_hook(lambda _, args: (args[0][:, -1:], *args[1:]))
+    try:
+        output = model(
+            input_ids=ids[first, :-1],
+            attention_mask=mask[first, :-1],
+            position_ids=(mask[first, :-1].cumsum(-1) - 1).clamp(min=0),
+            use_cache=True,
+        )
+    finally:
+        handle.remove()
+    name = "cache" if "cache" in output else "past_key_values"  # renamed in transformers 5.24
+    cache = output.get(name)
+    if type(cache) is not DynamicCache or any(type(layer) is not DynamicLayer for layer in cache.layers):
+        return name, None  # a sliding window, or layers that keep a state instead of keys and values
+    if not all(is_first):
+        cache.batch_select_indices(first.cumsum(0) - 1)
+    return name, cache
+
+
+def draw(logits: Tensor, *, block: int = 256) -> Tensor:
+    """One token a row (B,) from softmax(logits), logits (B, V): the inverse of the cumulative distribution.
+
+    A uniform number picks a block of the vocabulary by the blocks' masses, then a token within it; nothing is sorted,
+    and no cumulative sum runs over the whole vocabulary.
+    """
+    mass = (logits - logits.amax(-1, keepdim=True)).exp_()
+    rest = -mass.shape[-1] % block
+    if rest:
+        mass = torch.cat([mass, mass.new_zeros(len(mass), rest)], dim=-1)
+    blocks = mass.view(len(mass), -1, block)
+    ends = blocks.sum(-1).double().cumsum(-1)
+    target = torch.rand(len(mass), 1, dtype=torch.float64, device=mass.device) * ends[:, -1:]
+    chosen = torch.searchsorted(ends, target, right=True).clamp(max=ends.shape[1] - 1)
+    before = torch.where(chosen > 0, ends.gather(-1, (chosen - 1).clamp(min=0)), 0.0)
+    inside = blocks.gather(1, chosen.unsqueeze(-1).expand(-1, -1, block)).squeeze(1).double()
+    offset = torch.searchsorted(inside.cumsum(-1), target - before, right=True)
+    # Rounding may point just past the last token that has any mass.
+    last = block - 1 - (inside.flip(-1) > 0).int().argmax(-1, keepdim=True)
+    return (chosen * block + torch.minimum(offset, last)).squeeze(-1)
 
 
 def generation_config(
@@ -90,6 +162,18 @@ def generation_config(
         "disable_compile": True,
     }
     return GenerationConfig(**{**values, **sampling.generation_kwargs})
+
+
+def is_plain_sampling(sampling: SamplingSettings) -> bool:
+    """Whether tokens are drawn from softmax(logits / temperature) and nothing else acts on them."""
+    return (
+        not sampling.generation_kwargs
+        and sampling.top_p == 1.0
+        and sampling.top_k == 0
+        and not sampling.min_p
+        and sampling.repetition_penalty == 1.0
+        and sampling.cache_implementation is None
+    )
 
 
 @contextmanager
