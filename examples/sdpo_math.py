@@ -1,12 +1,13 @@
 """Trains a model on questions with a verifiable answer by self-distillation, and says how much better it got.
 
-    python examples/sdpo_math.py                                   # a small embedded model on a small task
+    python examples/sdpo_math.py                                   # the demo: a small embedded model, a small task
     python examples/sdpo_math.py --model_name_or_path Qwen/Qwen2.5-Math-1.5B-Instruct --dataset_name openai/gsm8k \
         --dataset_config main --output_dir outputs/sdpo-gsm8k      # any model and any dataset of this kind
 
 Datasets like GSM8K (`question`, `answer` with the result after ####) and like MATH (`problem`, `solution` with the
 result in \\boxed{}) are read as they are; one with a `prompt` and an `answer` column is used unchanged. Every setting
-is a field of this script's arguments, of `sdpo.SDPOConfig` or of `trl.ModelConfig`.
+is a field of this script's arguments, of `sdpo.SDPOConfig` or of `trl.ModelConfig`. Without a model, a dataset and a
+file of settings (--config), the demo's settings come first; otherwise both a model and a dataset are to be named.
 """
 
 from __future__ import annotations
@@ -24,6 +25,8 @@ from tqdm.auto import tqdm
 from trl import ModelConfig, TrlParser, get_peft_config, get_quantization_config
 
 from sdpo import SDPOConfig, SDPOTrainer, compare_teacher
+from sdpo.data import select_columns
+from sdpo.reprompt import is_success
 from sdpo.teacher_check import Estimate
 
 INSTRUCTION = "Reason step by step and put the final answer in \\boxed{}."
@@ -34,7 +37,7 @@ class ScriptArguments:
     """What this script adds to `SDPOConfig` and `ModelConfig`."""
 
     dataset_name: str | None = field(
-        default=None, metadata={"help": "Hub id or local folder of the dataset. Default: a small task made here."}
+        default=None, metadata={"help": "Hub id or local folder of the dataset. The demo makes its own."}
     )
     dataset_config: str | None = field(default=None, metadata={"help": "Configuration of the dataset."})
     dataset_train_split: str = field(default="train", metadata={"help": "Split to train on."})
@@ -43,9 +46,7 @@ class ScriptArguments:
         default=None,
         metadata={"help": "Column whose text the teacher is shown, for example a worked solution; turns feedback on."},
     )
-    task: str = field(
-        default="difference", metadata={"help": "Task of examples/demo_tasks.py where no dataset is named."}
-    )
+    task: str | None = field(default=None, metadata={"help": "The demo's task, one of examples/demo_tasks.py."})
     num_test_questions: int = field(default=50, metadata={"help": "Held-out questions to measure accuracy on."})
     num_test_samples: int = field(default=4, metadata={"help": "Answers sampled a held-out question."})
     check_teacher: bool = field(
@@ -152,26 +153,44 @@ def load_data(arguments: ScriptArguments) -> tuple[Dataset, Dataset, Any]:
 
 def accuracy(trainer: SDPOTrainer, questions: Dataset, *, num_samples: int) -> Estimate:
     """Share of successful answers, `num_samples` sampled a question as in training."""
-    examples = [row for row in questions for _ in range(num_samples)]
+    examples = [select_columns(row, trainer.columns) for row in questions for _ in range(num_samples)]
     size = trainer.args.eval_batch_size
-    is_success: list[float] = []
+    successes: list[bool] = []
     starts = range(0, len(examples), size)
     for start in tqdm(starts, desc="Held-out answers", disable=trainer.args.disable_tqdm, leave=False):
         batch = examples[start : start + size]
         scored = trainer.scorer.score(trainer.roll_out(batch, "eval"), batch, trainer_state=trainer.state)
-        threshold = trainer.args.success_reward_threshold
-        is_success += [float(row.reward is not None and row.reward >= threshold) for row in scored]
+        successes += [is_success(row, trainer.args.reprompt) for row in scored]
     return Estimate.of(
-        [sum(is_success[i : i + num_samples]) / num_samples for i in range(0, len(examples), num_samples)]
+        [sum(successes[i : i + num_samples]) / num_samples for i in range(0, len(examples), num_samples)]
     )
 
 
 def parse(arguments: list[str]) -> tuple[ScriptArguments, SDPOConfig, ModelConfig]:
-    """The three groups of settings; without a model and a dataset, those of the demo come first."""
-    is_demo = not any(name in arguments for name in ("--model_name_or_path", "--dataset_name", "--config"))
+    """The three groups of settings; those of the demo come first where nothing else is named to run.
+
+    Raises:
+        ValueError: a model without a dataset, a dataset without a model, or what only the other of demo and dataset
+            reads.
+    """
+    named = {word.partition("=")[0].lstrip("-").replace("-", "_") for word in arguments if word.startswith("--")}
+    is_demo = not named & {"model_name_or_path", "dataset_name", "config"}
     defaults = [str(word) for pair in DEMO_DEFAULTS.items() for word in pair] if is_demo else []
-    parser = TrlParser((ScriptArguments, SDPOConfig, ModelConfig))
-    return parser.parse_args_and_config([*defaults, *arguments])
+    # An abbreviated name would not be seen above.
+    parser = TrlParser((ScriptArguments, SDPOConfig, ModelConfig), allow_abbrev=False)
+    script, config, model_arguments = parser.parse_args_and_config([*defaults, *arguments])
+    if not is_demo and None in (script.dataset_name, model_arguments.model_name_or_path):
+        raise ValueError(
+            f"Name both a model and a dataset, got --model_name_or_path {model_arguments.model_name_or_path} and "
+            f"--dataset_name {script.dataset_name}. The demo, with a model, a task and templates that fit each other, "
+            "runs without both and without --config."
+        )
+    only = {"task": script.task} if not is_demo else {"feedback_column": script.feedback_column}
+    for name, value in only.items():
+        if value is not None:
+            other = "with a dataset; it names the demo's task" if not is_demo else "in the demo, which has no columns"
+            raise ValueError(f"--{name} {value} cannot take effect {other}. Leave it out.")
+    return script, config, model_arguments
 
 
 def model_settings(model_arguments: ModelConfig) -> dict[str, Any]:

@@ -135,8 +135,13 @@ _MESSAGES = {
         "lower the threshold, or return feedback and set include_environment_feedback=True."
     ),
     "inactive": (
-        "No completion got a teacher context (no successful sibling and no feedback), so self-distillation trains "
-        "on nothing."
+        "Self-distillation trains on nothing: no completion has a teacher context (a successful sibling or feedback) "
+        "that fits in max_reprompt_len, or those that have one are truncated and masked."
+    ),
+    "not_finite": (
+        "The loss is not finite at step {step}, or since the log before it ({names}). Such an update can spoil the "
+        "weights: resume from an earlier checkpoint with a lower learning_rate or max_grad_norm, or with bf16=True "
+        "instead of fp16=True."
     ),
     "long_prompts": (
         "{num_cut} of {num_prompts} prompts of a block are longer than max_prompt_length={limit} tokens and were cut "

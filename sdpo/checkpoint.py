@@ -21,14 +21,17 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, TrainOutput, get_l
 
 from sdpo import distributed
 from sdpo.callbacks import Diagnostics
-from sdpo.metrics import Metrics
+from sdpo.metrics import Metrics, StageClock
 from sdpo.teacher import PolicyCopy, Teacher
 from sdpo.types import Block, Phase, Sequences, TrainingBatch
 
 FOLDER = "sdpo"
 UNFINISHED = ".unfinished"  # checkpoints are written here and renamed when complete
+REPLACED = f"{UNFINISHED}-old-"  # and an older checkpoint's name, while one of that name takes its place
 
-# Settings on which the order of prompts, completions and updates depends. A resumed run must have them as they were.
+# Settings that a resumed run must have as they were: those that the order of prompts, the block in use and the saved
+# weights come from, and those that say which loss is minimized. Rates and schedules, clip ranges, rewards, what the
+# teacher is shown, logging, evaluation and saving are free: they act from the next step or block on.
 LAYOUT = (
     "per_device_train_batch_size",
     "gradient_accumulation_steps",
@@ -41,15 +44,34 @@ LAYOUT = (
     "data_seed",
     "shuffle_dataset",
     "dataloader_drop_last",
-    "teacher_model_kind",
+    "max_prompt_length",
+    "max_completion_length",
+    "temperature",
+    "top_p",
+    "top_k",
+    "min_p",
+    "repetition_penalty",
+    "generation_kwargs",
+    "chat_template_kwargs",
+    "scale_rewards",
+    "mask_truncated_completions",
+    "loss_type",
+    "importance_sampling_level",
     "distillation_weight",
+    "distillation_mode",
+    "distillation_topk",
+    "distillation_add_tail",
     "beta",
+    "teacher_model_kind",
+    "teacher_dtype",
 )
 
 
 def layout_of(args: Any) -> dict[str, Any]:
-    """The settings of `LAYOUT`."""
-    return {name: getattr(args, name) for name in LAYOUT}
+    """The settings of `LAYOUT`, as JSON has them."""
+    values = {name: getattr(args, name) for name in LAYOUT}
+    layout: dict[str, Any] = json.loads(json.dumps(values, default=lambda value: type(value).__name__))
+    return layout
 
 
 def check_layout(checkpoint: str, args: Any) -> None:
@@ -121,19 +143,29 @@ def _as_batch(plain: dict[str, Any]) -> TrainingBatch:
 
 
 def publish(staged: Path, final: Path) -> None:
-    """Gives a complete checkpoint its name. One of that name from an earlier run gives way."""
+    """Gives a complete checkpoint its name. One of that name from an earlier run gives way; see `put_back`."""
+    old = final.with_name(f"{REPLACED}{final.name}")
+    remove(old)
     if final.exists():
-        old = final.with_name(f"{UNFINISHED}-old")
         os.replace(final, old)
-        os.replace(staged, final)
-        remove(old)
-    else:
-        os.replace(staged, final)
+    os.replace(staged, final)
+    remove(old)
+
+
+def put_back(output_dir: Path) -> None:
+    """Ends what a killed `publish` left: a checkpoint without a successor gets its name again, any other goes."""
+    for old in output_dir.glob(f"{REPLACED}*"):
+        final = old.with_name(old.name.removeprefix(REPLACED))
+        if final.exists():
+            remove(old)
+        else:
+            os.replace(old, final)
 
 
 def remove(folder: Path) -> None:
     """Deletes a folder where there is one."""
-    shutil.rmtree(folder, ignore_errors=True)
+    if folder.exists():
+        shutil.rmtree(folder)
 
 
 class CheckpointedTrainer(Trainer):
@@ -151,6 +183,7 @@ class CheckpointedTrainer(Trainer):
     reference: PolicyCopy | None
     block: Block | None
     metrics: dict[Phase, Metrics]
+    clock: StageClock
     diagnostics: Diagnostics
 
     def train(self, resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any) -> TrainOutput:
@@ -159,12 +192,25 @@ class CheckpointedTrainer(Trainer):
         Raises:
             ValueError: the checkpoint lacks the run's state, or the settings would make another run of it.
         """
+        self._forget_run()
+        if self.args.should_save:
+            put_back(Path(self.args.output_dir))
+        distributed.wait(self.accelerator)
         if resume_from_checkpoint is True:
             resume_from_checkpoint = get_last_checkpoint(self.args.output_dir) or True
         if isinstance(resume_from_checkpoint, str | os.PathLike):
             check_layout(os.fspath(resume_from_checkpoint), self.args)
             self._resumed_from = os.fspath(resume_from_checkpoint)
         return super().train(resume_from_checkpoint, *args, **kwargs)
+
+    def _forget_run(self) -> None:
+        """Drops what an earlier `train()` of this object left, finished or not; weights stay."""
+        self._resumed_from = None
+        self._resumed_log = (0.0, 0)
+        self.block = None
+        self.metrics["train"].clear()
+        self.clock.clear()
+        self.diagnostics.streaks.clear()
 
     def continue_run(self) -> None:
         """Goes on where the interrupted run was; to be called before the first thing that draws random numbers."""
@@ -225,8 +271,10 @@ class CheckpointedTrainer(Trainer):
             remove(final / UNFINISHED)
         distributed.wait(self.accelerator)
         self._is_staging = True
-        super()._save_checkpoint(model, trial)
-        self._is_staging = False
+        try:
+            super()._save_checkpoint(model, trial)
+        finally:
+            self._is_staging = False
         if not self.args.save_only_model:
             (staged / FOLDER).mkdir(parents=True, exist_ok=True)
             self._save_run_state(staged / FOLDER)

@@ -9,6 +9,8 @@ from torch import Tensor
 
 from sdpo.types import LossCounts, Row, Sequences, TrainingBatch
 
+MAX_MASK = 2**26  # numbers in the attention mask of shared prompts, (S, L, L): 256 MB in float32
+
 
 def pad(sequences: Sequence[Sequence[float]], value: float, *, dtype: torch.dtype, left: bool = False) -> Tensor:
     """(B, longest) tensor of the sequences, filled with `value` on the right, or on the left."""
@@ -85,7 +87,9 @@ def sequences(
         longest = max(len(prompts[group[0]]) + sum(len(completions[row]) for row in group) for group in groups)
         return len(groups) * longest * (token_cost + longest)
 
-    is_shared = token_cost is not None and cost(together, token_cost) < cost(apart, token_cost)
+    longest = max(len(prompts[group[0]]) + sum(len(completions[row]) for row in group) for group in together)
+    has_room = len(together) * longest**2 <= MAX_MASK
+    is_shared = token_cost is not None and has_room and cost(together, token_cost) < cost(apart, token_cost)
     return lay_out(prompts, completions, together if is_shared else apart, pad_token_id=pad_token_id)
 
 
@@ -100,6 +104,7 @@ def lay_out(
     predictors: list[list[int]] = [[] for _ in completions]
     for number, group in enumerate(groups):
         num_prompt = len(prompts[group[0]])
+        assert num_prompt, "the first token of a completion needs one before it"
         positions.append(list(range(num_prompt)))
         segments.append([0] * num_prompt)
         for segment, row in enumerate(group, start=1):

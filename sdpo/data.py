@@ -7,15 +7,33 @@ consecutive shares of the block's rows, so a group may span ranks.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
 from dataclasses import dataclass
-from itertools import chain, cycle, islice
-from typing import Any
+from itertools import chain, count, cycle, islice
+from typing import Any, Literal, Protocol, runtime_checkable
 
 import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler
 
 Example = Mapping[str, Any]
+
+LastBlock = Literal["fill", "drop", "keep"]
+"""What becomes of the prompts left at the end of a pass, too few for a block: filled up with the first prompts of the
+pass, left out, or given as they are."""
+
+
+@runtime_checkable
+class Reshuffled(Protocol):
+    """A stream whose order depends on the number of the pass, as that of a shuffled `datasets` stream does."""
+
+    def set_epoch(self, epoch: int) -> None: ...
+
+
+@runtime_checkable
+class Columnar(Protocol):
+    """A dataset that can be read without its other columns, as one of `datasets` can."""
+
+    def select_columns(self, column_names: list[str]) -> Any: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,29 +53,39 @@ class BlockShape:
         return rows[start : len(rows) * (self.rank + 1) // self.world_size]
 
 
+@dataclass(frozen=True, slots=True)
+class LoaderSettings:
+    """How rows are read ahead. Field names are those of `TrainingArguments`, without the prefix `dataloader_`."""
+
+    num_workers: int = 0
+    prefetch_factor: int | None = None
+    persistent_workers: bool = False
+    pin_memory: bool = False
+
+    @classmethod
+    def of(cls, args: Any) -> LoaderSettings:
+        """Those of `TrainingArguments`. On a CPU nothing is pinned: torch would only warn that it cannot."""
+        return cls(
+            num_workers=args.dataloader_num_workers,
+            prefetch_factor=args.dataloader_prefetch_factor,
+            persistent_workers=args.dataloader_persistent_workers,
+            pin_memory=args.dataloader_pin_memory and not args.use_cpu,
+        )
+
+
 class BlockSampler(Sampler[list[int]]):
     """Dataset indices of this rank, one list a microbatch: a block's rows where it begins, [] where it is used again.
 
-    The order depends on seed and epoch alone. A short last block is filled from the start of the epoch's order, so
-    that every prompt is used in every epoch, or is left out with `drop_last`.
+    The order depends on seed and epoch alone. `last_block` "fill" takes the start of the epoch's order once more, so
+    that every prompt is used in every epoch.
     """
 
-    def __init__(
-        self,
-        num_prompts: int,
-        shape: BlockShape,
-        *,
-        shuffle: bool,
-        seed: int,
-        fill_last: bool,
-        drop_last: bool = False,
-    ):
+    def __init__(self, num_prompts: int, shape: BlockShape, *, shuffle: bool, seed: int, last_block: LastBlock):
         self.num_prompts = num_prompts
         self.shape = shape
         self.shuffle = shuffle
         self.seed = seed
-        self.fill_last = fill_last
-        self.drop_last = drop_last
+        self.last_block = last_block
         self.epoch = 0
 
     def set_epoch(self, epoch: int) -> None:
@@ -65,7 +93,7 @@ class BlockSampler(Sampler[list[int]]):
 
     def _num_blocks(self) -> int:
         whole, rest = divmod(self.num_prompts, self.shape.prompts_per_block)
-        return whole + (1 if rest and not self.drop_last else 0)
+        return whole + (1 if rest and self.last_block != "drop" else 0)
 
     def __len__(self) -> int:
         return self._num_blocks() * self.shape.num_uses
@@ -78,7 +106,7 @@ class BlockSampler(Sampler[list[int]]):
         size = self.shape.prompts_per_block
         for block in range(self._num_blocks()):
             prompts = order[block * size : (block + 1) * size]
-            if self.fill_last:
+            if self.last_block == "fill":
                 prompts += list(islice(cycle(order), size - len(prompts)))
             yield self.shape.local_rows(prompts)
             for _ in range(self.shape.num_uses - 1):
@@ -106,22 +134,55 @@ class MapRows(Dataset[Example]):
 class StreamRows(IterableDataset[list[Example]]):
     """Blocks of a stream, in the order in which a map-style dataset of the same rows gives them without shuffling.
 
-    Each rank reads the whole stream and keeps its share. A short last block cannot be filled, since a stream cannot be
-    rewound: it is left out with `drop_last`, and is given as it is otherwise.
+    Each rank reads the whole stream and keeps its share. `is_endless`: passes follow each other until one has no block
+    to give, and a stream that can be reshuffled learns the number of each. `Trainer` then sees one long epoch, so a
+    resumed run comes to the same rows by reading what was read before. Otherwise there is one pass, as the stream is.
+    `last_block` "fill" takes the first rows of the pass once more; they are kept for that.
     """
 
-    def __init__(self, dataset: Any, shape: BlockShape, columns: Sequence[str] | None, *, drop_last: bool):
+    def __init__(
+        self,
+        dataset: Any,
+        shape: BlockShape,
+        columns: Sequence[str] | None,
+        *,
+        last_block: LastBlock,
+        is_endless: bool,
+    ):
         self.dataset = dataset
         self.shape = shape
         self.columns = columns
-        self.drop_last = drop_last
+        self.last_block = last_block
+        self.is_endless = is_endless
+
+    def set_epoch(self, epoch: int) -> None:
+        """Tells the stream the number of the pass that begins, where its order depends on it."""
+        if isinstance(self.dataset, Reshuffled):
+            self.dataset.set_epoch(epoch)
 
     def __iter__(self) -> Iterator[list[Example]]:
+        if not self.is_endless:
+            yield from self._one_pass()
+            return
+        for epoch in count():
+            self.set_epoch(epoch)
+            has_block = False
+            for examples in self._one_pass():
+                has_block = True
+                yield examples
+            if not has_block:
+                return
+
+    def _one_pass(self) -> Iterator[list[Example]]:
         stream = iter(self.dataset)
         size = self.shape.prompts_per_block
+        first: list[Example] = []
         while prompts := list(islice(stream, size)):
-            if len(prompts) < size and self.drop_last:
+            first = first or list(prompts)
+            if len(prompts) < size and self.last_block == "drop":
                 return
+            if self.last_block == "fill":
+                prompts += list(islice(cycle(first), size - len(prompts)))
             share = self.shape.local_rows(range(len(prompts)))
             yield [select_columns(prompts[i], self.columns) for i in share]
             for _ in range(self.shape.num_uses - 1):
@@ -129,13 +190,11 @@ class StreamRows(IterableDataset[list[Example]]):
 
 
 class BlockLoader(DataLoader[Any]):
-    """A DataLoader whose sampler learns the epoch."""
+    """A DataLoader whose sampler learns the epoch. A stream counts its passes itself."""
 
     def set_epoch(self, epoch: int) -> None:
         if isinstance(self.batch_sampler, BlockSampler):
             self.batch_sampler.set_epoch(epoch)
-        elif isinstance(self.dataset, StreamRows) and hasattr(self.dataset.dataset, "set_epoch"):
-            self.dataset.dataset.set_epoch(epoch)  # `datasets` streams reshuffle by it; plain torch ones have none
 
 
 def _same(rows: list[Example]) -> list[Example]:
@@ -145,27 +204,50 @@ def _same(rows: list[Example]) -> list[Example]:
 def block_loader(
     dataset: Any,
     shape: BlockShape,
+    settings: LoaderSettings,
     *,
     columns: Sequence[str] | None,
     shuffle: bool,
     seed: int,
-    fill_last: bool,
+    is_training: bool,
     drop_last: bool,
-    num_workers: int,
 ) -> BlockLoader:
-    """Loader of one list of examples a microbatch (see `BlockSampler`), for a map-style dataset or a stream."""
-    generator = torch.Generator().manual_seed(seed)  # its own, so that opening a loader draws nothing from the run's
+    """Loader of one list of examples a microbatch (see `BlockSampler`), for a map-style dataset or a stream.
+
+    Training has whole blocks only: a short last one is filled, or left out with `drop_last`. Evaluation has each row
+    once. A stream comes in its own order.
+
+    Raises:
+        ValueError: a stream with more than one worker.
+    """
+    last_block: LastBlock = ("drop" if drop_last else "fill") if is_training else "keep"
+    reading: dict[str, Any] = {
+        "num_workers": settings.num_workers,
+        "prefetch_factor": settings.prefetch_factor,
+        "persistent_workers": settings.persistent_workers,
+        "pin_memory": settings.pin_memory,
+        # Its own, so that opening a loader draws nothing from the run's.
+        "generator": torch.Generator().manual_seed(seed),
+    }
     if is_stream(dataset):
-        rows = StreamRows(dataset, shape, columns, drop_last=drop_last or fill_last)
-        return BlockLoader(rows, batch_size=None, num_workers=min(num_workers, 1))
-    sampler = BlockSampler(len(dataset), shape, shuffle=shuffle, seed=seed, fill_last=fill_last, drop_last=drop_last)
-    return BlockLoader(
-        MapRows(dataset, columns),
-        batch_sampler=sampler,
-        collate_fn=_same,
-        num_workers=num_workers,
-        generator=generator,
-    )
+        _check_workers("the dataset", settings.num_workers)
+        rows = StreamRows(dataset, shape, columns, last_block=last_block, is_endless=is_training)
+        return BlockLoader(rows, batch_size=None, **reading)
+    sampler = BlockSampler(len(dataset), shape, shuffle=shuffle, seed=seed, last_block=last_block)
+    return BlockLoader(MapRows(dataset, columns), batch_sampler=sampler, collate_fn=_same, **reading)
+
+
+def _check_workers(name: str, num_workers: int) -> None:
+    """Several workers would each read the whole stream, or share out its files, so rows would come twice or elsewhere.
+
+    Raises:
+        ValueError: there are several.
+    """
+    if num_workers > 1:
+        raise ValueError(
+            f"dataloader_num_workers={num_workers} does not go with a stream, and {name} is one: each worker would "
+            "read it from its start. Set dataloader_num_workers to 1 or 0, or pass a dataset with a length."
+        )
 
 
 def rows_of_step(batches: Iterator[list[Example]], num_batches: int, *, is_first: bool) -> list[list[Example]]:
@@ -179,15 +261,16 @@ def rows_of_step(batches: Iterator[list[Example]], num_batches: int, *, is_first
         return step
     if is_first:
         raise ValueError(
-            "train_dataset ends before its first optimizer step. Give it more rows, or lower generation_batch_size "
-            "or gradient_accumulation_steps, or leave dataloader_drop_last False."
+            "train_dataset ends before its first optimizer step: it has fewer prompts than a block takes, which is "
+            "generation_batch_size / num_generations. Give it more rows, lower generation_batch_size, or leave "
+            "dataloader_drop_last False, so that the block is filled."
         )
     return []
 
 
 def is_stream(dataset: Any) -> bool:
     """Whether the dataset can only be iterated."""
-    return not hasattr(dataset, "__len__")
+    return not isinstance(dataset, Sized)
 
 
 def select_columns(example: Example, columns: Sequence[str] | None) -> dict[str, Any]:
@@ -195,11 +278,12 @@ def select_columns(example: Example, columns: Sequence[str] | None) -> dict[str,
     return {key: value for key, value in example.items() if columns is None or key in columns}
 
 
-def check_dataset(dataset: Any, *, name: str, num_checked: int = 10_000) -> list[Any]:
+def check_dataset(dataset: Any, *, name: str, num_workers: int = 0, num_checked: int = 10_000) -> list[Any]:
     """Prompts of the first `num_checked` rows (of the first row of a stream), for the tokenizer to check.
 
     Raises:
-        ValueError: the dataset is empty or lacks the column `prompt`; the message lists the columns there are.
+        ValueError: the dataset is empty or lacks the column `prompt`, the message lists the columns there are; or it
+            is a stream to be read by several workers.
     """
     head = list(islice(iter(dataset), 1))
     if not head:
@@ -208,8 +292,9 @@ def check_dataset(dataset: Any, *, name: str, num_checked: int = 10_000) -> list
         found = sorted(head[0]) if isinstance(head[0], Mapping) else type(head[0]).__name__
         raise ValueError(f"{name} needs a column named 'prompt'; found: {found}. Rename or map yours to it.")
     if is_stream(dataset):
+        _check_workers(name, num_workers)
         return [head[0]["prompt"]]
-    if hasattr(dataset, "select_columns"):
+    if isinstance(dataset, Columnar):
         dataset = dataset.select_columns(["prompt"])
     return [example["prompt"] for example in islice((dataset[i] for i in range(len(dataset))), num_checked)]
 

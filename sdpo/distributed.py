@@ -30,9 +30,11 @@ def first_row(num_rows: int, accelerator: Accelerator) -> int:
     return sum(gather_values(num_rows, accelerator)[: accelerator.process_index])
 
 
-def gather_rows(rows: list[T], accelerator: Accelerator) -> list[T]:
-    """All ranks' rows in rank order."""
-    return [row for of_rank in gather_values(rows, accelerator) for row in of_rank]
+def gather_rows(rows: list[T], accelerator: Accelerator) -> tuple[list[T], int]:
+    """All ranks' rows in rank order, and the index of this rank's first row among them."""
+    by_rank = gather_values(rows, accelerator)
+    start = sum(len(of_rank) for of_rank in by_rank[: accelerator.process_index])
+    return [row for of_rank in by_rank for row in of_rank], start
 
 
 def gather_values(value: T, accelerator: Accelerator) -> list[T]:

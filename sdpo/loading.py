@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import dis
+import functools
+import inspect
+import os
+from itertools import pairwise
 from typing import Any
 
 from accelerate.utils import is_peft_model
@@ -15,6 +20,7 @@ from transformers import (
 from transformers.utils import logging
 
 from sdpo.config import SDPOConfig
+from sdpo.reprompt import copy_containers
 
 logger = logging.get_logger(__name__)
 
@@ -28,10 +34,10 @@ def load_policy(model: Any, args: SDPOConfig, *, peft_config: Any | None) -> nn.
         ValueError: `model_init_kwargs` with a model instance, or `peft_config` with a model that has an adapter.
         TypeError: `model` or `peft_config` is of another kind.
     """
-    if isinstance(model, str):
+    if isinstance(model, str | os.PathLike):
         kwargs = {"dtype": "float32", **model_loading_kwargs(args)}
-        model = AutoModelForCausalLM.from_pretrained(model, **kwargs)
-    elif not isinstance(model, PreTrainedModel) and not is_peft_model(model):
+        model = AutoModelForCausalLM.from_pretrained(os.fspath(model), **kwargs)
+    elif not isinstance(model, PreTrainedModel) and not (isinstance(model, nn.Module) and is_peft_model(model)):
         raise TypeError(f"model must be a path, an id, a PreTrainedModel or a PeftModel, got {type(model).__name__}.")
     elif args.model_init_kwargs:
         raise ValueError(
@@ -41,13 +47,45 @@ def load_policy(model: Any, args: SDPOConfig, *, peft_config: Any | None) -> nn.
     if peft_config is not None:
         model = _add_adapter(model, peft_config)
     if args.disable_dropout:
-        for module in model.modules():
-            if isinstance(module, nn.Dropout):
-                module.p = 0.0
+        zero_dropout(model)
     if not any(p.requires_grad for p in model.parameters()):
         raise ValueError("The model has no trainable parameter; unfreeze some, or pass peft_config.")
     policy: nn.Module = model
     return policy
+
+
+def zero_dropout(model: nn.Module) -> None:
+    """Sets every dropout rate of the model to 0.
+
+    That is the rate of a dropout module, any number called dropout, pdrop or layerdrop that a module hands to a
+    function (itself or, as some adapters do, in a dictionary), and those that its forward looks up in its config. The
+    rest of the config stays, since it is saved with the model.
+    """
+    for module in model.modules():
+        if isinstance(module, nn.modules.dropout._DropoutNd):
+            module.p = 0.0
+        for name, value in list(vars(module).items()):
+            if _is_rate(name, value):
+                setattr(module, name, 0.0)
+            elif isinstance(value, dict):
+                value.update({key: 0.0 for key, rate in value.items() if _is_rate(name, rate)})
+        config = vars(module).get("config")
+        for name in _rates_looked_up(type(module).forward) if config is not None else ():
+            if _is_rate(name, getattr(config, name, None)):
+                setattr(config, name, 0.0)
+
+
+@functools.cache
+def _rates_looked_up(forward: Any) -> frozenset[str]:
+    """Names of dropout rates that the forward of a class reads from its config, as Falcon's layers do."""
+    code = getattr(inspect.unwrap(forward), "__code__", None)
+    steps = [] if code is None else list(dis.get_instructions(code))
+    pairs = [(owner.argval, name.argval) for owner, name in pairwise(steps)]
+    return frozenset(name for owner, name in pairs if owner == "config" and isinstance(name, str) and "drop" in name)
+
+
+def _is_rate(name: str, value: Any) -> bool:
+    return isinstance(value, float) and "drop" in name
 
 
 def model_loading_kwargs(args: SDPOConfig) -> dict[str, Any]:
@@ -56,8 +94,9 @@ def model_loading_kwargs(args: SDPOConfig) -> dict[str, Any]:
 
 
 def as_dict(value: Any) -> dict[str, Any]:
-    """A dictionary of its own, empty for None."""
-    return dict(value or {})
+    """A dictionary of its own, also where it holds others; empty for None."""
+    copied: dict[str, Any] = copy_containers(dict(value or {}))
+    return copied
 
 
 def _add_adapter(model: Any, peft_config: Any) -> Any:
@@ -102,11 +141,13 @@ def check_vocabulary(model: Any, tokenizer: PreTrainedTokenizerBase, *, topk: in
 
 
 def check_launch(args: SDPOConfig) -> None:
-    """Makes sure that the run's layout is one that the step can be cut into.
+    """Makes sure that the run is one that this library can do, before anything is loaded.
 
     Raises:
-        ValueError: several devices in one process, or a batch size that changes during the run.
+        ValueError: several devices in one process, a batch size that changes during the run, or vLLM.
     """
+    if args.use_vllm:  # also what `use_teacher_server` needs
+        raise ValueError("use_vllm=True is not available yet; set use_vllm=False to sample with transformers.")
     if args.n_gpu > 1:
         raise ValueError(
             f"{args.n_gpu} devices in one process (nn.DataParallel) are not supported. Start one process a device: "

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from sdpo.types import Row, ScoredRollout
+from sdpo.types import Row, ScoredRollout, TeacherContext
 
 Number = float | torch.Tensor
 
@@ -21,22 +21,37 @@ def _float(value: Number) -> float:
     return value.item() if isinstance(value, torch.Tensor) else float(value)
 
 
+def _wide(value: Number) -> Number:
+    """The value where it is, in double precision where the device has it: sums go over millions of tokens."""
+    if not isinstance(value, torch.Tensor):
+        return float(value)
+    return value.detach().to(torch.float32 if value.device.type == "mps" else torch.float64)
+
+
 class Metrics:
     """Sums, counts and extremes by name since the last log.
 
-    Tensors are kept as they are and read once, at the log, so that adding a metric does not wait for the device.
+    Tensors are added where they are and read once, at the log, so that adding a metric does not wait for the device.
     """
 
     def __init__(self) -> None:
-        self._sums: dict[str, list[tuple[Number, Number]]] = {}
-        self._lows: dict[str, list[float]] = {}
-        self._highs: dict[str, list[float]] = {}
+        self._sums: dict[str, tuple[Number, Number]] = {}
+        self._lows: dict[str, float] = {}
+        self._highs: dict[str, float] = {}
 
     def add(self, name: str, value: Number | None, count: Number = 1.0) -> None:
-        """Adds to a mean: `value` is a sum over `count` things. None and NaN count as nothing."""
+        """Adds to a mean: `value` is a sum over `count` things.
+
+        A None or NaN from outside counts as nothing: it is a reward that is not known. A tensor comes from the model,
+        and what is not finite there makes the mean so.
+        """
         if value is None or (not isinstance(value, torch.Tensor) and math.isnan(value)):
             return
-        self._sums.setdefault(name, []).append((value, count))
+        self._accumulate(name, value, count)
+
+    def _accumulate(self, name: str, value: Number, count: Number) -> None:
+        total, number = self._sums.get(name, (0.0, 0.0))
+        self._sums[name] = total + _wide(value), number + _wide(count)
 
     def add_all(self, sums: Mapping[str, tuple[Number, Number]]) -> None:
         """Adds (sum, count) pairs by name."""
@@ -45,25 +60,24 @@ class Metrics:
 
     def add_min(self, name: str, values: Iterable[float]) -> None:
         """Adds to a minimum."""
-        self._lows.setdefault(name, []).extend(values)
+        self._lows[name] = min([self._lows.get(name, math.inf), *values])
 
     def add_max(self, name: str, values: Iterable[float]) -> None:
         """Adds to a maximum."""
-        self._highs.setdefault(name, []).extend(values)
+        self._highs[name] = max([self._highs.get(name, -math.inf), *values])
 
     def snapshot(self) -> dict[str, Any]:
         """Plain numbers of all accumulators, for another rank to merge."""
-        pairs = {n: [(_float(v), _float(c)) for v, c in entries] for n, entries in self._sums.items()}
-        finite = {n: [(v, c) for v, c in entries if math.isfinite(v) and c > 0] for n, entries in pairs.items()}
         return {
-            "sums": {n: (sum(v for v, _ in e), sum(c for _, c in e)) for n, e in finite.items()},
-            "lows": {n: min(values, default=math.inf) for n, values in self._lows.items()},
-            "highs": {n: max(values, default=-math.inf) for n, values in self._highs.items()},
+            "sums": {name: (_float(total), _float(number)) for name, (total, number) in self._sums.items()},
+            "lows": dict(self._lows),
+            "highs": dict(self._highs),
         }
 
     def restore(self, snapshot: Mapping[str, Any]) -> None:
         """Adds what a snapshot holds."""
-        self.add_all(snapshot["sums"])
+        for name, (total, number) in snapshot["sums"].items():
+            self._accumulate(name, total, number)
         for name, value in snapshot["lows"].items():
             self.add_min(name, [value])
         for name, value in snapshot["highs"].items():
@@ -77,10 +91,11 @@ class Metrics:
 
 
 class StageClock:
-    """Wall seconds by stage of a step since the last log."""
+    """Wall seconds by stage of a step, and the number of steps, since the last log."""
 
     def __init__(self) -> None:
         self._seconds: dict[str, float] = {}
+        self._num_steps = 0
 
     @contextmanager
     def timed(self, stage: str) -> Iterator[None]:
@@ -89,17 +104,26 @@ class StageClock:
         yield
         self._seconds[stage] = self._seconds.get(stage, 0.0) + time.perf_counter() - start
 
-    def per_step(self, num_steps: int) -> dict[str, float]:
+    def count_step(self) -> None:
+        """An optimizer step begins."""
+        self._num_steps += 1
+
+    def per_step(self) -> dict[str, float]:
         """Seconds an optimizer step by `time/<stage>`; starts over."""
-        values = {f"time/{stage}": seconds / max(num_steps, 1) for stage, seconds in self._seconds.items()}
-        self._seconds.clear()
+        values = {f"time/{stage}": seconds / max(self._num_steps, 1) for stage, seconds in self._seconds.items()}
+        self.clear()
         return values
+
+    def clear(self) -> None:
+        """Forgets everything."""
+        self._seconds.clear()
+        self._num_steps = 0
 
 
 def merge(snapshots: Iterable[Mapping[str, Any]]) -> dict[str, float | None]:
     """Values to log: sum over sum, minimum of minima, maximum of maxima. None where nothing was counted.
 
-    A name need not be known to every snapshot.
+    A name need not be known to every snapshot. A sum that is not finite gives such a mean.
     """
     sums: dict[str, tuple[float, float]] = {}
     lows: dict[str, float] = {}
@@ -150,6 +174,14 @@ def observe_rewards(metrics: Metrics, block: Sequence[ScoredRollout], *, toleran
         metrics.add(f"self_distillation/rewards/{name}", sum(valid), len(valid))
         metrics.add(f"rewards/{name}/mean", sum(valid), len(valid))
     return num_flat == len(stds)
+
+
+def count_distilled(
+    block: Sequence[ScoredRollout], contexts: Sequence[TeacherContext], *, masks_truncated: bool
+) -> int:
+    """Rows of a block whose teacher is shown more than the question, without truncated ones where those are masked."""
+    pairs = zip(block, contexts, strict=True)
+    return sum(c.is_informative and not (masks_truncated and r.rollout.completion.is_truncated) for r, c in pairs)
 
 
 def observe_rows(metrics: Metrics, rows: Sequence[Row]) -> None:

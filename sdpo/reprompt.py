@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping, Sequence
-from string import Formatter
 from typing import Any
 
+from sdpo.templates import around_question, fill_template
 from sdpo.types import Message, Prompt, RepromptSettings, ScoredRollout, TeacherContext
 
 CUT_MARKER = "\n[...]\n"
@@ -92,8 +92,7 @@ def teacher_prompt(prompt: Prompt, context: TeacherContext, settings: RepromptSe
     the student's prompt itself.
 
     Raises:
-        ValueError: messages without a user turn, or a template that does not hold `{prompt}` exactly once or has
-            placeholders of its own.
+        ValueError: messages without a user turn, or a template that `parse_template` refuses.
     """
     if isinstance(prompt, str):
         if not context.is_informative:
@@ -154,44 +153,11 @@ def _around_question(context: TeacherContext, settings: RepromptSettings) -> tup
     """Text before and after the question in the filled `reprompt_template`."""
     solution = feedback = ""
     if context.demonstration_text:
-        attempt = {"successful_previous_attempt": context.demonstration_text}
-        solution = "".join(_pieces("solution_template", settings.solution_template, attempt))
+        values = {"successful_previous_attempt": context.demonstration_text}
+        solution = fill_template("solution_template", settings.solution_template, values)
     if context.feedback:
-        feedback = "".join(
-            _pieces("feedback_template", settings.feedback_template, {"feedback_raw": context.feedback})
-        )
-    sides: list[list[str]] = [[]]
-    values = {"prompt": None, "solution": solution, "feedback": feedback}
-    for piece in _pieces("reprompt_template", settings.reprompt_template, values):
-        if piece is None:
-            sides.append([])
-        else:
-            sides[-1].append(piece)
-    if len(sides) != 2:
-        raise ValueError(
-            f"reprompt_template must hold {{prompt}} exactly once, found {len(sides) - 1} times in "
-            f"{settings.reprompt_template!r}"
-        )
-    return "".join(sides[0]), "".join(sides[1])
-
-
-def _pieces(name: str, template: str, values: Mapping[str, Any]) -> list[Any]:
-    """Literal texts of a format string and the values of its placeholders, in order.
-
-    The values are never parsed, so braces in them stay as they are.
-    """
-    pieces: list[Any] = []
-    for literal, field, spec, conversion in Formatter().parse(template):
-        pieces.append(literal)
-        if field is None:
-            continue
-        if field not in values or spec or conversion:
-            raise ValueError(
-                f"{name} has the placeholder {field!r}; allowed: {sorted(values)}, without conversion or format. "
-                "Write {{ and }} for literal braces"
-            )
-        pieces.append(values[field])
-    return pieces
+        feedback = fill_template("feedback_template", settings.feedback_template, {"feedback_raw": context.feedback})
+    return around_question(settings.reprompt_template, {"solution": solution, "feedback": feedback})
 
 
 # --- its length ------------------------------------------------------------------------------------------------------

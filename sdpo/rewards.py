@@ -25,6 +25,8 @@ _NOT_COLUMNS = {"prompt", "completion", "completion_ids"}
 _RESERVED = ("prompts", "completions", "trainer_state")
 _ALLOWED = "a number, None, Score(reward, feedback) or a dict with 'reward' or 'score' and 'feedback'"
 
+MAX_REWARD = 1e30
+
 
 class RewardScorer:
     """Calls the reward functions of a run on its completions.
@@ -90,7 +92,7 @@ class RewardScorer:
         returned = self._call_all(rollouts, columns, trainer_state)
         by_function = [_scores(name, values, len(rollouts)) for name, values in zip(self.names, returned, strict=True)]
         fallback = [
-            _format_feedback(example.get(FEEDBACK_COLUMN), f"{FEEDBACK_COLUMN} of row {i}")
+            _format_feedback(example.get(FEEDBACK_COLUMN), f"{FEEDBACK_COLUMN} of row {i}", is_named=True)
             for i, example in enumerate(examples)
         ]
         return [
@@ -250,29 +252,30 @@ def _number(value: Any, where: str) -> float | None:
         return None
     if not isinstance(value, numbers.Real | np.bool_):
         raise TypeError(f"{where}: {_shown(value)} is not allowed; return {_ALLOWED}")
+    size: Any = value  # before it is a float: a large integer has none
+    if abs(size) > MAX_REWARD:  # inf too; advantages are computed in float32
+        raise ValueError(f"{where}: the reward is {_shown(value)}; its size must be at most {MAX_REWARD:.0e}")
     number = float(value)
-    if math.isinf(number):
-        raise ValueError(f"{where}: the reward is {number}; it must be finite")
     return None if math.isnan(number) else number
 
 
-def _format_feedback(value: Any, where: str) -> str | None:
-    """Feedback as text: a list gives a line an item, a dict a line an entry; None stays None, also inside these."""
+def _format_feedback(value: Any, where: str, *, is_named: bool = False) -> str | None:
+    """Feedback as text: a list gives a line an item, a dict a line an entry; None stays None, also inside these.
+
+    `is_named`: the value stands under a name, that of a column or of a dict's entry. There a number says something.
+    """
     if value is None or isinstance(value, str):
         return value
+    if is_named and isinstance(value, numbers.Real | np.bool_):
+        return str(value)
     if isinstance(value, list | tuple):
-        items = [_format_feedback(item, where) for item in value]
+        items = [_format_feedback(item, where, is_named=is_named) for item in value]
         return "\n".join(item for item in items if item is not None)
     if isinstance(value, Mapping):
-        entries = {key: _format_inner(item, where) for key, item in value.items()}
+        entries = {key: _format_feedback(item, where, is_named=True) for key, item in value.items()}
         lines = {key: text for key, text in entries.items() if text is not None}
         return "\n".join(f"{key}:\n{text}" if "\n" in text else f"{key}: {text}" for key, text in lines.items())
     raise TypeError(f"{where}: feedback must be text, a list or dict of texts, or None, got {_shown(value)}")
-
-
-def _format_inner(value: Any, where: str) -> str | None:
-    """As `_format_feedback`, for a dict's entry: there numbers are named, so they say something."""
-    return str(value) if isinstance(value, numbers.Real | np.bool_) else _format_feedback(value, where)
 
 
 def _shown(value: Any) -> str:

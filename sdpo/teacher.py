@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 import torch
+from accelerate.utils import is_peft_model
 from torch import Tensor, nn
 
 from sdpo.types import TeacherSettings
@@ -49,9 +50,18 @@ class PolicyCopy:
     """The student as it was when this was made: a module that shares all parameters which are not trained.
 
     `dtype`: of the parameters it has for itself, None for the student's.
+
+    Raises:
+        ValueError: a dtype of its own beside shared parameters of another, in one model without adapters.
     """
 
     def __init__(self, student: nn.Module, *, dtype: torch.dtype | None = None):
+        frozen = {p.dtype for p in student.parameters() if not p.requires_grad}
+        if dtype is not None and frozen - {dtype} and not is_peft_model(student):
+            raise ValueError(
+                f"teacher_dtype={dtype} cannot be had where frozen parameters of {sorted(map(str, frozen))} are "
+                "shared with the student. Leave teacher_dtype out, or train all parameters."
+            )
         shared = {id(p): p for p in student.parameters() if not p.requires_grad}
         self.names = [name for name, p in student.named_parameters() if p.requires_grad]
         self.model = copy.deepcopy(student, memo=dict(shared)).requires_grad_(False).eval()

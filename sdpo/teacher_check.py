@@ -8,16 +8,18 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 import torch
 from transformers.utils import logging
 
+from sdpo.data import select_columns
 from sdpo.reprompt import build_teacher_contexts, fit_teacher_prompt, is_success
-from sdpo.types import Rollout, ScoredRollout, TeacherContext
+from sdpo.types import RepromptSettings, Rollout, ScoredRollout, TeacherContext
 
 if TYPE_CHECKING:
     from sdpo.trainer import SDPOTrainer
@@ -25,6 +27,7 @@ if TYPE_CHECKING:
 logger = logging.get_logger(__name__)
 
 KINDS = {"demonstration": (True, False), "feedback": (False, True), "both": (True, True)}
+RUN = "as in the run"
 Z95 = 1.96
 
 
@@ -68,28 +71,28 @@ class TeacherComparison:
     """What `compare_teacher` found.
 
     `student`: share of successful answers. `mixed_groups`: share of questions with both a success and a failure among
-    the answers. `by_context`: for "demonstration", "feedback" and "both", the teacher shown that, None where no answer
-    had such a context. `used`: the kind that the run's settings give its teacher.
+    the answers. `run`: the teacher as the run's settings make it, over all answers that it would teach. `by_context`:
+    for "demonstration", "feedback" and "both", the teacher shown that and nothing else. None where no answer had such
+    a context.
     """
 
     student: Estimate
     mixed_groups: Estimate
-    used: str
+    run: TeacherAccuracy | None
     by_context: dict[str, TeacherAccuracy | None] = field(default_factory=dict)
 
     @property
     def is_teacher_better(self) -> bool:
         """Whether the teacher that the run will use beats the student by more than chance (95 %)."""
-        found = self.by_context.get(self.used)
-        return found is not None and found.gain.interval[0] > 0
+        return self.run is not None and self.run.gain.interval[0] > 0
 
     def __str__(self) -> str:
         lines = [
             f"student                      {self.student}   ({self.student.num_questions} questions)",
             f"groups with both outcomes    {self.mixed_groups}",
         ]
-        for kind, found in self.by_context.items():
-            name = f"teacher, {kind}{' *' if kind == self.used else ''}"
+        for kind, found in {RUN: self.run, **self.by_context}.items():
+            name = f"teacher, {kind}"
             if found is None:
                 lines.append(f"{name:<28} no answer had this context")
                 continue
@@ -97,14 +100,14 @@ class TeacherComparison:
                 f"{name:<28} {found.teacher}   student on the same questions {found.student.mean:.3f}, "
                 f"gain {found.gain}"
             )
-        return "\n".join([*lines, "* what this run's settings show the teacher; intervals are 95 %"])
+        return "\n".join([*lines, "intervals are 95 %"])
 
 
 def compare_teacher(trainer: SDPOTrainer, *, dataset: Any = None, num_prompts: int = 32) -> TeacherComparison:
     """Accuracy of the student and of its own teacher on the first `num_prompts` rows, before training.
 
-    Samples `num_generations` answers a question from the student, and one from the teacher for every answer that has
-    the context. Success is `success_reward_threshold`, as in training. The random state of the run is left as it was.
+    Samples `num_generations` answers a question from the student, and for each answer that has a context one from the
+    teacher. Success is `success_reward_threshold`, as in training. The random state of the run is left as it was.
     Warns where the teacher is not clearly better: a teacher that answers worse pulls the student down.
 
     Raises:
@@ -114,30 +117,38 @@ def compare_teacher(trainer: SDPOTrainer, *, dataset: Any = None, num_prompts: i
     rows = list(islice(iter(dataset), num_prompts)) if dataset is not None else []
     if not rows:
         raise ValueError("compare_teacher needs a dataset with at least one row; pass dataset=...")
+    rows = [select_columns(row, trainer.columns) for row in rows]
     examples = [row for row in rows for _ in range(trainer.args.num_generations)]
+    settings = trainer.args.reprompt
     with torch.random.fork_rng():
         attempts = trainer.scorer.score(trainer.roll_out(examples, "train"), examples, trainer_state=trainer.state)
-        by_context = {kind: _teacher_accuracy(trainer, attempts, examples, kind) for kind in KINDS}
+        run = _teacher_accuracy(trainer, attempts, examples, settings, lambda context: context.is_informative)
+        by_context = {}
+        for kind, flags in KINDS.items():
+            shown = replace(
+                settings,
+                use_successful_as_teacher=flags[0],
+                include_environment_feedback=flags[1],
+                environment_feedback_only_without_solution=False,
+            )
+            is_runs = shown == settings and kind != "both"
+            by_context[kind] = (
+                run if is_runs else _teacher_accuracy(trainer, attempts, examples, shown, partial(_shows, flags))
+            )
     student = _by_question(trainer, attempts)
     comparison = TeacherComparison(
         student=Estimate.of([sum(s) / len(s) for s in student.values()]),
         mixed_groups=Estimate.of([float(0 < sum(s) < len(s)) for s in student.values()]),
-        used=_used_kind(trainer, by_context),
+        run=run,
         by_context=by_context,
     )
     _warn(comparison)
     return comparison
 
 
-def _used_kind(trainer: SDPOTrainer, found: Mapping[str, TeacherAccuracy | None]) -> str:
-    """What the settings show the teacher: the first kind of those they allow that some answer had."""
-    settings = trainer.args.reprompt
-    has_demonstration, has_feedback = settings.use_successful_as_teacher, settings.include_environment_feedback
-    if settings.environment_feedback_only_without_solution or not (has_demonstration and has_feedback):
-        allowed = ["demonstration"] * has_demonstration + ["feedback"] * has_feedback
-    else:
-        allowed = ["both", "feedback", "demonstration"]
-    return next((kind for kind in allowed if found[kind] is not None), (allowed or ["demonstration"])[0])
+def _shows(flags: tuple[bool, bool], context: TeacherContext) -> bool:
+    """Whether a context holds a demonstration and feedback exactly where `flags` say so."""
+    return (bool(context.demonstration_text), bool(context.feedback)) == flags
 
 
 def _by_question(trainer: SDPOTrainer, rows: Sequence[ScoredRollout]) -> dict[int, list[bool]]:
@@ -148,33 +159,27 @@ def _by_question(trainer: SDPOTrainer, rows: Sequence[ScoredRollout]) -> dict[in
 
 
 def _teacher_accuracy(
-    trainer: SDPOTrainer, attempts: Sequence[ScoredRollout], examples: Sequence[Any], kind: str
+    trainer: SDPOTrainer,
+    attempts: Sequence[ScoredRollout],
+    examples: Sequence[Any],
+    settings: RepromptSettings,
+    is_wanted: Callable[[TeacherContext], bool],
 ) -> TeacherAccuracy | None:
-    """The teacher shown one kind of context, on the attempts that have it."""
-    shows_demonstration, shows_feedback = KINDS[kind]
-    settings = replace(
-        trainer.args.reprompt,
-        use_successful_as_teacher=shows_demonstration,
-        include_environment_feedback=shows_feedback,
-        environment_feedback_only_without_solution=False,
-    )
-
-    def has_kind(context: TeacherContext) -> bool:
-        return bool(context.demonstration_text) == shows_demonstration and bool(context.feedback) == shows_feedback
-
-    contexts = build_teacher_contexts(attempts, settings)
-    chosen = [i for i, context in enumerate(contexts) if has_kind(context)]
+    """The teacher that these settings make, on the attempts whose context, once it fits, is wanted."""
+    chosen, prompts = [], []
+    for i, context in enumerate(build_teacher_contexts(attempts, settings)):
+        if context.is_informative:
+            prompt, fitted, _ = fit_teacher_prompt(
+                attempts[i].rollout.prompt,
+                context,
+                settings,
+                count_tokens=lambda p: len(trainer.tokenizer.encode([p])[0]),
+            )
+            if is_wanted(fitted):
+                chosen.append(i)
+                prompts.append(prompt)
     if not chosen:
         return None
-    prompts = []
-    for i in chosen:
-        prompt, _, _ = fit_teacher_prompt(
-            attempts[i].rollout.prompt,
-            contexts[i],
-            settings,
-            count_tokens=lambda p: len(trainer.tokenizer.encode([p])[0]),
-        )
-        prompts.append(prompt)
     prompt_ids = trainer.tokenizer.encode(prompts)
     completions = trainer.generator.generate(prompt_ids)
     texts = trainer.tokenizer.decode_batch([completion.ids for completion in completions])
@@ -193,19 +198,16 @@ def _teacher_accuracy(
 
 
 def _warn(comparison: TeacherComparison) -> None:
-    found = comparison.by_context[comparison.used]
-    if found is None:
+    if comparison.run is None:
         logger.warning(
-            "No answer had the context that this run would show its teacher (%s): self-distillation has nothing to "
-            "learn from. Take easier questions, more generations, or return feedback.",
-            comparison.used,
+            "No answer had a context that this run would show its teacher: self-distillation has nothing to learn "
+            "from. Take easier questions, more generations, or return feedback."
         )
     elif not comparison.is_teacher_better:
         logger.warning(
-            "The teacher (%s) is not clearly better than the student on the same questions: %s against %s. "
+            "The teacher is not clearly better than the student on the same questions: %s against %s. "
             "Self-distillation pulls the student towards the teacher; try other templates or feedback, a larger "
             "model, or a smaller distillation_weight.",
-            comparison.used,
-            found.teacher,
-            found.student,
+            comparison.run.teacher,
+            comparison.run.student,
         )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cached_property
 from typing import Any, Literal
 
@@ -103,18 +103,34 @@ class PromptTokenizer:
             encoded.append(list(encoded[-1]) if is_repeated else self._encode_one(prompt))
         return encoded
 
+    def remembering(self) -> Callable[[Prompt], list[int]]:
+        """`encode` of one prompt at a time that reads each distinct prompt once; its ids are not to be changed."""
+        known: dict[str, list[int]] = {}
+
+        def ids_of(prompt: Prompt) -> list[int]:
+            key = repr(prompt)  # messages are no dictionary's keys
+            if key not in known:
+                [known[key]] = self.encode([prompt])
+            return known[key]
+
+        return ids_of
+
     def encode_prompts(self, prompts: Sequence[Prompt]) -> list[tuple[list[int], bool]]:
         """(ids, whether they were cut) of each prompt: the last `max_prompt_length` tokens.
 
         A leading beginning-of-sequence token and the header of the answer stay.
 
         Raises:
-            ValueError: `max_prompt_length` has no room for these two; and as `encode` does.
+            ValueError: `max_prompt_length` has no room for these two; a prompt without any token; and as `encode`
+                does.
         """
         limit = self.max_prompt_length
+        encoded = self.encode(prompts)
+        for index, (prompt, ids) in enumerate(zip(prompts, encoded, strict=True)):
+            _check_some_ids(ids, prompt, index)
         return [
             (ids, False) if limit is None or len(ids) <= limit else (self._cut(prompt, ids, limit), True)
-            for prompt, ids in zip(prompts, self.encode(prompts), strict=True)
+            for prompt, ids in zip(prompts, encoded, strict=True)
         ]
 
     @cached_property
@@ -258,12 +274,14 @@ class PromptTokenizer:
 
         Raises:
             TypeError: neither a string nor a list of messages.
-            ValueError: nothing in it; a message without role or content; content that is not text; no user turn; or
-                messages for a tokenizer without a chat template.
+            ValueError: nothing in it, or nothing that the tokenizer makes a token of; a message without role or
+                content; content that is not text; no user turn; or messages for a tokenizer without a chat template.
         """
         if prompt is None or prompt == "" or prompt == []:
             raise ValueError(f"the prompt of row {index} is empty: {prompt!r}")
         if isinstance(prompt, str):
+            if not prompt.strip():  # the likely one; whatever else has no token is found when it is encoded
+                _check_some_ids(self._encode_one(prompt), prompt, index)
             return
         if not isinstance(prompt, list):
             raise TypeError(
@@ -295,9 +313,15 @@ class PromptTokenizer:
                 f"the chat template of {_name(self.tokenizer)} cannot render the prompt of row {index}, "
                 f"roles {roles}: {error}"
             ) from error
+        _check_some_ids(ids, prompt, index)
         limit = self.max_prompt_length
         if limit is not None and len(ids) > limit:
             self._cut(prompt, ids, limit)
+
+
+def _check_some_ids(ids: Sequence[int], prompt: Prompt, index: int) -> None:
+    if not ids:
+        raise ValueError(f"the prompt of row {index} is empty: the tokenizer makes no token of {prompt!r}")
 
 
 def _problem_of(message: Any) -> str | None:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import math
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -20,6 +21,7 @@ from sdpo.data import (
     BlockLoader,
     BlockShape,
     Example,
+    LoaderSettings,
     block_loader,
     check_dataset,
     columns_to_keep,
@@ -30,11 +32,11 @@ from sdpo.generation import Generator, build_generator
 from sdpo.heads import find_head
 from sdpo.losses.objective import blend, objective
 from sdpo.losses.policy import group_advantages
-from sdpo.metrics import Metrics, StageClock, merge, observe_rewards, observe_rows
+from sdpo.metrics import Metrics, StageClock, count_distilled, merge, observe_rewards, observe_rows
 from sdpo.reprompt import build_teacher_contexts, context_metrics, fit_teacher_prompt
 from sdpo.rewards import RewardScorer
 from sdpo.teacher import PolicyCopy, Teacher, build_teacher
-from sdpo.types import Block, Phase, Rollout, Row, ScoredRollout, TeacherContext, TrainingBatch
+from sdpo.types import Block, Phase, Prompt, Rollout, Row, ScoredRollout, TeacherContext, TrainingBatch
 
 
 class SDPOTrainer(CheckpointedTrainer):
@@ -83,7 +85,8 @@ class SDPOTrainer(CheckpointedTrainer):
             processing_class = loading.load_processing_class(model, args)
         self.tokenizer = self._prompt_tokenizer(model, processing_class, args)
         for name, dataset in named_datasets(train_dataset, eval_dataset):
-            self.tokenizer.check_prompts(check_dataset(dataset, name=name))
+            prompts = check_dataset(dataset, name=name, num_workers=args.dataloader_num_workers)
+            self.tokenizer.check_prompts(prompts)
         super().__init__(
             model=model,
             args=args,
@@ -139,12 +142,11 @@ class SDPOTrainer(CheckpointedTrainer):
             self.add_callback(TeacherUpdate(self.teacher))
         self.reference: PolicyCopy | None = None
         if args.beta > 0:
-            kept = self.teacher.initial if self.teacher is not None else None
+            kept = self.teacher.initial if self.teacher is not None and args.teacher_dtype is None else None
             self.reference = PolicyCopy(self.model) if kept is None else kept
         self.block: Block | None = None
         self.metrics: dict[Phase, Metrics] = {"train": Metrics(), "eval": Metrics()}
         self.clock = StageClock()
-        self._logged_step = 0
         self.add_callback(KeepGenerationConfig(self.model))
         self.diagnostics = Diagnostics(
             interval=args.diagnostics_warning_interval,
@@ -158,13 +160,8 @@ class SDPOTrainer(CheckpointedTrainer):
     def get_train_dataloader(self) -> BlockLoader:
         if self.train_dataset is None:
             raise ValueError("train() needs a train_dataset; pass one to SDPOTrainer.")
-        args = self.args
-        shape = self._shape(
-            prompts_per_block=args.generation_batch_size // args.num_generations,
-            num_generations=args.num_generations,
-            num_uses=args.steps_per_generation * args.num_iterations,
-        )
-        return self._loader(self.train_dataset, shape, shuffle=args.shuffle_dataset, fill_last=True)
+        num_prompts = self.args.generation_batch_size // self.args.num_generations
+        return self._loader(self.train_dataset, num_prompts, "train")
 
     def get_eval_dataloader(self, eval_dataset: Any = None) -> BlockLoader:
         if isinstance(eval_dataset, str):
@@ -172,28 +169,29 @@ class SDPOTrainer(CheckpointedTrainer):
         dataset = self.eval_dataset if eval_dataset is None else eval_dataset
         if dataset is None:
             raise ValueError("evaluate() needs an eval_dataset; pass one to SDPOTrainer or to evaluate().")
-        num_generations = self._num_generations("eval")
         # A block holds whole groups: one at least, and no more rows than the evaluation batch where those fit.
-        prompts = max(1, self.args.eval_batch_size * self.args.world_size // num_generations)
-        shape = self._shape(prompts_per_block=prompts, num_generations=num_generations, num_uses=1)
-        return self._loader(dataset, shape, shuffle=False, fill_last=False)
+        num_prompts = max(1, self.args.eval_batch_size * self.args.world_size // self._num_generations("eval"))
+        return self._loader(dataset, num_prompts, "eval")
 
     get_test_dataloader = get_eval_dataloader
 
-    def _shape(self, *, prompts_per_block: int, num_generations: int, num_uses: int) -> BlockShape:
-        rank, world_size = self.args.process_index, self.args.world_size
-        return BlockShape(prompts_per_block, num_generations, num_uses, rank=rank, world_size=world_size)
-
-    def _loader(self, dataset: Any, shape: BlockShape, *, shuffle: bool, fill_last: bool) -> BlockLoader:
+    def _loader(self, dataset: Any, prompts_per_block: int, phase: Phase) -> BlockLoader:
+        args, is_training = self.args, phase == "train"
         return block_loader(
             dataset,
-            shape,
+            BlockShape(
+                prompts_per_block,
+                num_generations=self._num_generations(phase),
+                num_uses=args.steps_per_generation * args.num_iterations if is_training else 1,
+                rank=args.process_index,
+                world_size=args.world_size,
+            ),
+            LoaderSettings.of(args),
             columns=self.columns,
-            shuffle=shuffle,
-            seed=self.args.seed if self.args.data_seed is None else self.args.data_seed,
-            fill_last=fill_last and not self.args.dataloader_drop_last,
-            drop_last=fill_last and self.args.dataloader_drop_last,
-            num_workers=self.args.dataloader_num_workers,
+            shuffle=is_training and args.shuffle_dataset,
+            seed=args.seed if args.data_seed is None else args.data_seed,
+            is_training=is_training,
+            drop_last=args.dataloader_drop_last,
         )
 
     def _num_generations(self, phase: Phase) -> int:
@@ -214,15 +212,20 @@ class SDPOTrainer(CheckpointedTrainer):
                 self.block = Block(self.collect(examples, "train"))
             assert self.block is not None, "an epoch starts with a block"
             step.append(self.block.next())
+        if step:
+            self.clock.count_step()
         counts = distributed.sum_counts([count_trained(batch) for batch in step], self.accelerator)
         return [replace(batch, counts=counts) for batch in step], counts.policy_tokens
 
     def collect(self, examples: Sequence[Example], phase: Phase) -> list[TrainingBatch]:
-        """One generation block of this rank: from dataset rows to padded microbatches."""
+        """One generation block of this rank: from dataset rows to padded microbatches.
+
+        A rank may have no rows of an evaluation's last block; it takes part in what the ranks do together.
+        """
         with self.clock.timed("generation"):
             rollouts = self.roll_out(examples, phase)
         with self.clock.timed("scoring"):
-            scored = self.scorer.score(rollouts, examples, trainer_state=self.state)
+            scored = self.scorer.score(rollouts, examples, trainer_state=self.state) if rollouts else []
         with self.clock.timed("contexts"):
             rows = self._add_contexts(scored, phase)
         with self.clock.timed("collation"):
@@ -261,26 +264,24 @@ class SDPOTrainer(CheckpointedTrainer):
 
     def _add_contexts(self, scored: list[ScoredRollout], phase: Phase) -> list[Row]:
         """Advantages and teacher prompts of this rank's rows, made from whole groups over all ranks."""
-        world = distributed.gather_rows(scored, self.accelerator)
-        start = distributed.first_row(len(scored), self.accelerator)
+        world, start = distributed.gather_rows(scored, self.accelerator)
         rewards = torch.tensor([float("nan") if row.reward is None else row.reward for row in world])
         groups = torch.tensor([row.rollout.group for row in world])
         advantages = group_advantages(rewards, groups, scale=self.args.scale_rewards).tolist()
         contexts = build_teacher_contexts(world, self.args.reprompt)
-        rows = [self._row(row, contexts[start + i], advantages[start + i]) for i, row in enumerate(scored)]
-        self._observe(world, contexts, rows, phase)
+        ids_of = self.tokenizer.remembering()
+        rows = [self._row(row, contexts[start + i], advantages[start + i], ids_of) for i, row in enumerate(scored)]
+        self._observe(world, rows, phase)
         return rows
 
-    def _row(self, scored: ScoredRollout, context: TeacherContext, advantage: float) -> Row:
-        rollout = scored.rollout
-        prompt, prompt_ids, is_shortened = rollout.prompt, rollout.prompt_ids, False
-        if context.is_informative:
-            prompt, context, is_shortened = fit_teacher_prompt(
-                rollout.prompt, context, self.args.reprompt, count_tokens=lambda p: len(self.tokenizer.encode([p])[0])
-            )
-        if context.is_informative:
-            [prompt_ids] = self.tokenizer.encode([prompt])
-        return Row(scored, context, prompt, prompt_ids, is_shortened, advantage)
+    def _row(
+        self, scored: ScoredRollout, context: TeacherContext, advantage: float, ids_of: Callable[[Prompt], list[int]]
+    ) -> Row:
+        prompt, context, is_shortened = fit_teacher_prompt(
+            scored.rollout.prompt, context, self.args.reprompt, count_tokens=lambda prompt: len(ids_of(prompt))
+        )
+        prompt_ids = ids_of(prompt) if context.is_informative else scored.rollout.prompt_ids
+        return Row(scored, context, prompt_ids, is_shortened, advantage)
 
     def _collate(self, rows: Sequence[Row]) -> TrainingBatch:
         return collate(
@@ -367,30 +368,32 @@ class SDPOTrainer(CheckpointedTrainer):
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         if "loss" in logs or "train_loss" in logs:  # a log of training, not of an evaluation
-            num_steps = self.state.global_step - self._logged_step
-            self._logged_step = self.state.global_step
-            logs = {**logs, **self._drain("train"), **self.clock.per_step(num_steps)}
+            logs = {**logs, **self._drain("train"), **self.clock.per_step()}
         super().log(logs, start_time)
 
     def _drain(self, phase: Phase) -> dict[str, Any]:
         values = merge(distributed.gather_values(self.metrics[phase].snapshot(), self.accelerator))
         self.metrics[phase].clear()
+        if names := sorted(name for name, value in values.items() if not math.isfinite(value or 0.0)):
+            self.diagnostics.tell_once("not_finite", step=self.state.global_step, names=", ".join(names))
         return values
 
-    def _observe(
-        self, world: list[ScoredRollout], contexts: list[TeacherContext], rows: list[Row], phase: Phase
-    ) -> None:
+    def _observe(self, world: list[ScoredRollout], rows: list[Row], phase: Phase) -> None:
+        contexts, _ = distributed.gather_rows([row.context.without_texts() for row in rows], self.accelerator)
         metrics = self.metrics[phase]
         is_flat = observe_rewards(metrics, world, tolerance=self.diagnostics.tolerance)
         observe_rows(metrics, rows)
         found = context_metrics(world, contexts, self.args.reprompt)
         metrics.add_all(found)
+        num_distilled = count_distilled(world, contexts, masks_truncated=self.args.mask_truncated_completions)
         is_distilling = self.args.distillation_weight > 0
         if is_distilling and not self.args.include_environment_feedback and any(row.feedback for row in world):
             self.diagnostics.tell_once("unused_feedback")
         self.diagnostics.observe(
             phase,
             flat_rewards=is_flat and self.args.distillation_weight < 1,
-            no_success=found["self_distillation/success_group_fraction"][0] == 0,
-            inactive=is_distilling and found["self_distillation/reprompt_sample_fraction"][0] == 0,
+            no_success=is_distilling
+            and self.args.use_successful_as_teacher
+            and found["self_distillation/success_group_fraction"][0] == 0,
+            inactive=is_distilling and num_distilled <= self.diagnostics.tolerance * len(world),
         )

@@ -160,6 +160,10 @@ class TeacherContext:
     def is_informative(self) -> bool:
         return bool(self.demonstration_text or self.feedback)
 
+    def without_texts(self) -> TeacherContext:
+        """The same context with one character of each text, enough to say that there is one."""
+        return replace(self, demonstration_text=self.demonstration_text[:1], feedback=self.feedback[:1])
+
 
 @dataclass(frozen=True, slots=True)
 class Row:
@@ -167,7 +171,6 @@ class Row:
 
     scored: ScoredRollout
     context: TeacherContext
-    teacher_prompt: Prompt
     teacher_prompt_ids: list[int]
     is_context_shortened: bool
     advantage: float

@@ -13,7 +13,8 @@ MODULES = {path.relative_to(PACKAGE).as_posix(): ast.parse(path.read_text()) for
 
 # From the bottom up. A unit is a module or a folder of sdpo/; it imports units of lower layers, and itself.
 LAYERS = (
-    {"types", "config"},
+    {"types", "templates", "config_rules", "presets"},
+    {"config"},
     {"losses", "reprompt", "metrics"},
     {
         "data",
@@ -22,6 +23,7 @@ LAYERS = (
         "rewards",
         "collate",
         "heads",
+        "token_values",
         "forward",
         "teacher",
         "distributed",
@@ -33,17 +35,23 @@ LAYERS = (
     {"teacher_check"},
 )
 SAME_LAYER = {
-    ("config", "types"),  # the frozen views
+    ("config_rules", "types"),  # choices
+    ("config_rules", "templates"),  # they are parsed at construction
+    ("presets", "config_rules"),  # names of presets are a choice
     ("generation", "collate"),  # prompts are padded for the sampler, and padding has one home
     ("forward", "collate"),  # the layout it tries the model on
     ("forward", "heads"),
+    ("forward", "token_values"),
+    ("token_values", "heads"),
 }
+CONFIG = {"sdpo.config", "sdpo.config_rules", "sdpo.presets"}
 # What a unit must not import although its layer would allow it.
 FORBIDDEN = {
     "types": {"transformers"},
-    "losses": {"sdpo.config", "transformers", "accelerate", "logging"},
-    "reprompt": {"sdpo.config", "transformers", "accelerate", "torch"},
-    "metrics": {"sdpo.config", "transformers", "accelerate"},
+    "templates": {"transformers", "accelerate", "torch"},
+    "losses": {*CONFIG, "transformers", "accelerate", "logging"},
+    "reprompt": {*CONFIG, "transformers", "accelerate", "torch"},
+    "metrics": {*CONFIG, "transformers", "accelerate"},
 }
 VLLM_HOME, COLLECTIVE_HOME, PADDING_HOME = "generation/vllm.py", "distributed.py", "collate.py"
 COLLECTIVES = {
@@ -53,7 +61,7 @@ COLLECTIVES = {
 ACCELERATOR_COLLECTIVES = {"gather", "reduce"}  # of an accelerator; a tensor has methods of these names too
 PADDING = {"pad_sequence", "pad"}
 MAX_FUNCTION_LINES, MAX_MODULE_LINES = 60, 400
-LONG_MODULES = {"config.py"}  # a field is one line of code and several of help
+LONG_MODULES = {"config.py", "config_rules.py"}  # a field and a rule are a line of code and several of text
 LAZY = ("torch", "transformers", "vllm", "peft", "deepspeed")
 
 

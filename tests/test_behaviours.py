@@ -286,18 +286,20 @@ def test_a_stream_with_an_empty_prompt_further_on_is_refused_when_it_comes(make_
 
 
 def test_a_stream_begins_anew_when_it_ends(make_trainer: TrainerFactory) -> None:
-    # 3 prompts, 2 a step: an epoch has one whole step, and the microbatch left over is in no step
+    # 3 prompts, 2 a step: the second step takes the last prompt of a pass and the first of the next
     stream = Dataset.from_dict({"prompt": ["w1", "w2", "w3"]}).to_iterable_dataset()
     trainer = make_trainer(train_dataset=stream, max_steps=3, gradient_accumulation_steps=2, steps_per_generation=1)
     trainer.train()
     assert trainer.state.global_step == 3
-    assert [call[0] for call in trainer.generator.calls] == [[9], [10]] * 3
+    assert [call[0] for call in trainer.generator.calls] == [[9], [10], [11]] * 2
 
 
 def test_data_that_end_before_the_first_step_are_refused(make_trainer: TrainerFactory) -> None:
     rows = Dataset.from_dict({"prompt": ["w1"]})
-    for settings in ({"train_dataset": rows.to_iterable_dataset()}, {"dataloader_drop_last": True}):
-        trainer = make_trainer(per_device_train_batch_size=8, max_steps=2, **settings)
+    for dataset in (rows, rows.to_iterable_dataset()):
+        trainer = make_trainer(
+            train_dataset=dataset, dataloader_drop_last=True, per_device_train_batch_size=8, max_steps=2
+        )
         with pytest.raises(ValueError, match="train_dataset ends before its first optimizer step"):
             trainer.train()
 

@@ -12,11 +12,11 @@ import pytest
 import torch
 from conftest import TrainerFactory, make_model
 from datasets import Dataset
-from peft import IA3Config, LoraConfig, PeftModel
-from transformers import AutoModelForCausalLM
+from peft import IA3Config, LoraConfig, PeftModel, PrefixTuningConfig, PromptTuningConfig
+from transformers import AutoModelForCausalLM, TrainerCallback
 
 from sdpo import SDPOTrainer
-from sdpo.checkpoint import UNFINISHED
+from sdpo.checkpoint import REPLACED, UNFINISHED, publish, put_back
 
 LORA = {"r": 2, "lora_alpha": 4, "target_modules": ["q_proj", "v_proj"], "init_lora_weights": "gaussian"}
 
@@ -48,8 +48,15 @@ SETTINGS: dict[str, Any] = {
     "learning_rate": 1e-2,
     "lr_scheduler_type": "linear",
 }
+FEW_PROMPTS = [f"w{i} w{i + 1}" for i in range(3)]
 CASES = {
     "ema": {},
+    "second epoch": {"prompts": FEW_PROMPTS},
+    "second pass of a shuffled stream": {
+        "train_dataset": Dataset.from_dict({"prompt": FEW_PROMPTS})
+        .to_iterable_dataset()
+        .shuffle(seed=1, buffer_size=4),
+    },
     "base": {"teacher_model_kind": "base"},
     "live": {"teacher_model_kind": "live"},
     "trust region": {"teacher_model_kind": "trust_region"},
@@ -96,6 +103,96 @@ def test_other_settings_that_would_change_the_run_are_refused(make_trainer: Trai
     other = build(make_trainer, {"gradient_accumulation_steps": 2}, tmp_path / "run", max_steps=2)
     with pytest.raises(ValueError, match="gradient_accumulation_steps: 1 there, 2 here"):
         other.train(resume_from_checkpoint=True)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"temperature": 0.5},
+        {"max_completion_length": 4},
+        {"loss_type": "grpo"},
+        {"scale_rewards": "none"},
+        {"generation_kwargs": {"top_p": 0.5}},
+        {"teacher_dtype": "bfloat16"},
+    ],
+)
+def test_what_the_block_in_use_and_the_loss_come_from_must_stay(
+    make_trainer: TrainerFactory, tmp_path: Path, change: dict[str, Any]
+) -> None:
+    build(make_trainer, {}, tmp_path / "run", max_steps=1).train()
+    [name] = change
+    with pytest.raises(ValueError, match=f"{name}: .* there, .* here"):
+        build(make_trainer, change, tmp_path / "run", max_steps=2).train(resume_from_checkpoint=True)
+
+
+def test_rates_lengths_and_logs_of_a_run_may_change_when_it_is_resumed(
+    make_trainer: TrainerFactory, tmp_path: Path
+) -> None:
+    build(make_trainer, {}, tmp_path / "run", max_steps=1).train()
+    change = {"learning_rate": 1e-4, "epsilon": 0.1, "teacher_update_rate": 0.1, "logging_steps": 2, "save_steps": 2}
+    resumed = build(make_trainer, change, tmp_path / "run", max_steps=3)
+    resumed.train(resume_from_checkpoint=True)
+    assert resumed.state.global_step == 3
+
+
+def test_a_run_after_a_resume_that_failed_is_one_of_its_own(make_trainer: TrainerFactory, tmp_path: Path) -> None:
+    class Fails(TrainerCallback):
+        def on_train_begin(self, *args: Any, **kwargs: Any) -> None:
+            raise OSError("no tracker")
+
+    build(make_trainer, {}, tmp_path / "run", max_steps=1).train()
+    completions = []
+    for seed in (0, 1):
+        trainer = build(make_trainer, {}, tmp_path / "again", max_steps=1)
+        trainer.add_callback(Fails)
+        with pytest.raises(OSError, match="no tracker"):
+            trainer.train(resume_from_checkpoint=str(tmp_path / "run" / "checkpoint-1"))
+        trainer.remove_callback(Fails)
+        torch.manual_seed(seed)
+        trainer.train()
+        completions.append(trainer.block.batches[0].completion_ids)
+    assert not torch.equal(*completions), "the random state of the checkpoint was put back"
+
+
+@pytest.mark.parametrize("has_successor", [True, False])
+def test_a_kill_while_a_checkpoint_replaces_another_loses_none(
+    make_trainer: TrainerFactory, tmp_path: Path, has_successor: bool
+) -> None:
+    run = tmp_path / "run"
+    build(make_trainer, {}, run, max_steps=1).train()
+    old = run / f"{REPLACED}checkpoint-1"
+    if has_successor:  # killed while the older one was deleted
+        shutil.copytree(run / "checkpoint-1", old)
+    else:  # killed between the two renames
+        (run / "checkpoint-1").rename(old)
+    resumed = build(make_trainer, {}, run, max_steps=2)
+    resumed.train(resume_from_checkpoint=True)
+    assert losses_of(resumed)[0][0] == 1, "it went on from the checkpoint"
+    assert {path.name for path in run.iterdir()} == {"checkpoint-1", "checkpoint-2"}
+
+
+def test_a_checkpoint_replaces_one_of_its_name_whatever_lies_beside_it(tmp_path: Path) -> None:
+    for name in ("staged", "checkpoint-7", f"{REPLACED}checkpoint-7", f"{REPLACED}checkpoint-9"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "from").write_text(name)
+    publish(tmp_path / "staged", tmp_path / "checkpoint-7")
+    put_back(tmp_path)
+    found = {path.name: (path / "from").read_text() for path in tmp_path.iterdir()}
+    assert found == {"checkpoint-7": "staged", "checkpoint-9": f"{REPLACED}checkpoint-9"}
+
+
+def test_after_a_failed_save_the_trainer_pushes_and_names_as_before(
+    make_trainer: TrainerFactory, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trainer = build(make_trainer, {}, tmp_path / "run", max_steps=1)
+
+    def no_space(folder: str) -> None:
+        raise OSError("no space left")
+
+    monkeypatch.setattr(trainer, "_save_rng_state", no_space)
+    with pytest.raises(OSError, match="no space left"):
+        trainer.train()
+    assert trainer._get_output_dir(None) == str(tmp_path / "run")
 
 
 def test_an_interrupted_save_leaves_the_last_checkpoint_the_last(
@@ -201,6 +298,8 @@ ADAPTERS = {
     "bias": LoraConfig(**LORA, bias="all"),
     "trainable tokens": LoraConfig(**LORA, trainable_token_indices=[10, 11]),
     "LoRA on the head": LoraConfig(**{**LORA, "target_modules": ["q_proj", "lm_head"]}),
+    "prompt tuning": PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3),
+    "prefix tuning": PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3),
     "IA3": IA3Config(target_modules=["k_proj", "v_proj", "down_proj"], feedforward_modules=["down_proj"]),
 }
 

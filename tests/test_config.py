@@ -17,7 +17,8 @@ import torch
 from transformers import HfArgumentParser, TrainingArguments
 from trl import ModelConfig, TrlParser
 
-from sdpo.config import _RANGES, SECTIONS, SDPOConfig
+from sdpo.config import SECTIONS, SDPOConfig
+from sdpo.config_rules import NAMES_ELSEWHERE, RANGES
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -59,6 +60,7 @@ DEFAULTS = {
     "teacher_model_kind": "ema",
     "teacher_update_rate": 0.05,
     "teacher_sync_steps": 1,
+    "teacher_dtype": None,
     "use_successful_as_teacher": True,
     "success_reward_threshold": 1.0,
     "dont_reprompt_on_self_success": True,
@@ -253,13 +255,13 @@ BELOW_OR_ABOVE = {
 @pytest.mark.parametrize(("name", "value"), [(n, v) for n, values in BELOW_OR_ABOVE.items() for v in values])
 def test_a_number_out_of_range_is_refused_with_the_range_and_the_value(name, value) -> None:
     message = refused(f"`{name}` must be in ", **{name: value})
-    assert str(_RANGES[name]) in message and f"got {value}" in message
+    assert str(RANGES[name]) in message and f"got {value}" in message
 
 
 def test_every_number_of_the_config_has_a_range() -> None:
     hints = get_type_hints(SDPOConfig)
     numbers = {n for n in DEFAULTS if {int, float} & {hints[n], *get_args(hints[n])}} - {"logging_steps"}
-    assert numbers - {"reward_weights"} <= set(_RANGES) == set(BELOW_OR_ABOVE)
+    assert numbers - {"reward_weights"} <= set(RANGES) == set(BELOW_OR_ABOVE)
 
 
 @pytest.mark.parametrize("name", [n for n, v in DEFAULTS.items() if isinstance(v, float)])
@@ -443,6 +445,24 @@ def test_the_teacher_server_serves_sampled_token_and_topk() -> None:
     SDPOConfig(**SERVED, distillation_mode="topk_logits", distillation_topk=20)
 
 
+@pytest.mark.parametrize(
+    ("name", "value", "reason"),
+    [
+        ("label_smoothing_factor", 0.1, "no labels"),
+        ("label_names", ["labels"], "no labels"),
+        ("train_sampling_strategy", "group_by_length", "`shuffle_dataset` decides"),
+        ("length_column_name", "size", "`shuffle_dataset` decides"),
+        ("include_for_metrics", ["inputs"], "no predictions are kept"),
+        ("batch_eval_metrics", True, "no predictions are kept"),
+        ("eval_do_concat_batches", False, "no predictions are kept"),
+        ("eval_use_gather_object", True, "no predictions are kept"),
+        ("eval_accumulation_steps", 2, "no predictions are kept"),
+    ],
+)
+def test_inherited_options_that_would_do_nothing_are_refused_with_the_reason(name, value, reason) -> None:
+    assert reason in refused(f"{name}=.* cannot take effect", **{name: value})
+
+
 # --- blocks ---------------------------------------------------------------------------------------------------------
 
 
@@ -539,9 +559,14 @@ def test_the_required_placeholder_has_to_be_there(name, template, required) -> N
 
 
 def test_doubled_braces_and_repeated_placeholders_are_fine() -> None:
-    template = r"{prompt}{solution}{feedback} Put it in \boxed{{}}. Again: {prompt}"
+    template = r"{prompt}{solution}{feedback} Put it in \boxed{{}}. Again: {solution}"
     text = SDPOConfig(reprompt_template=template).reprompt.reprompt_template
-    assert text.format(prompt="P{}", solution="S", feedback="F") == r"P{}SF Put it in \boxed{}. Again: P{}"
+    assert text.format(prompt="P{}", solution="S", feedback="F") == r"P{}SF Put it in \boxed{}. Again: S"
+
+
+def test_the_question_stands_once_in_the_template() -> None:
+    message = refused("`reprompt_template` must contain", reprompt_template="{prompt}{solution} Again: {prompt}")
+    assert "{prompt} exactly once, found 2 times" in message
 
 
 def test_a_template_shows_what_is_switched_on() -> None:
@@ -572,6 +597,15 @@ def test_an_unknown_generation_keyword_is_named_with_close_ones() -> None:
         ({"max_length": 100}, "`max_completion_length`"),
         ({"return_dict_in_generate": True}, "only the sampled token ids"),
         ({"output_scores": True}, "only the sampled token ids"),
+        ({"early_stopping": True}, "acts on beams"),
+        ({"length_penalty": 2.0}, "acts on beams"),
+        ({"prompt_lookup_num_tokens": 3}, "one prompt at a time"),
+        ({"token_healing": True}, "rewrites the end of the prompt"),
+        ({"stop_strings": ["\n"]}, "end-of-sequence token or is truncated"),
+        ({"eos_token_id": 5}, "set model.generation_config.eos_token_id"),
+        ({"eos_token_id": None}, "set model.generation_config.eos_token_id"),
+        ({"pad_token_id": 0}, "set its pad_token"),
+        ({"bos_token_id": 0}, "set its bos_token"),
         ({"do_sample": False}, "would be the same"),
         ({"temperature": 0}, r"temperature=0, which must be a number in (0, inf)"),
         ({"temperature": None}, "temperature=None, which must be a number"),
@@ -626,11 +660,9 @@ def test_a_name_from_elsewhere_is_answered_with_ours(theirs, ours) -> None:
 
 
 def test_every_name_from_elsewhere_is_unknown_here_and_leads_to_a_field() -> None:
-    from sdpo.config import _NAMES_ELSEWHERE
-
     known = {f.name for f in dataclasses.fields(SDPOConfig)}
-    assert not known & set(_NAMES_ELSEWHERE)
-    assert {hint.split("`")[1] for hint in _NAMES_ELSEWHERE.values()} <= known
+    assert not known & set(NAMES_ELSEWHERE)
+    assert {hint.split("`")[1] for hint in NAMES_ELSEWHERE.values()} <= known
 
 
 def test_all_unknown_names_are_reported_at_once() -> None:
@@ -671,12 +703,48 @@ def test_replace_of_epsilon_leaves_no_stale_upper_range() -> None:
     assert SDPOConfig(epsilon_high=0.28).objective.epsilon_high == 0.28
 
 
-def test_replace_of_one_side_of_a_block_asks_for_the_other() -> None:
-    config = SDPOConfig()
+@pytest.mark.parametrize(
+    ("settings", "changes", "block", "steps"),
+    [
+        ({}, {"gradient_accumulation_steps": 4}, 32, 4),  # 8 * 4
+        ({}, {"per_device_train_batch_size": 16}, 16, 1),  # 16 * 1
+        ({}, {"steps_per_generation": 2}, 16, 2),  # 8 * 2
+        ({}, {"generation_batch_size": 24}, 24, 3),  # 24 / 8
+        ({"steps_per_generation": 2}, {"per_device_train_batch_size": 4}, 8, 2),  # 4 * 2: the steps were set
+        ({"steps_per_generation": 2}, {"gradient_accumulation_steps": 4}, 16, 2),
+        ({"generation_batch_size": 16}, {"per_device_train_batch_size": 4}, 16, 4),  # 16 / 4: the block was set
+        ({"generation_batch_size": 16, "steps_per_generation": 2}, {"gradient_accumulation_steps": 4}, 16, 2),
+    ],
+)
+@pytest.mark.parametrize("copied", [lambda c: c, copy.deepcopy, lambda c: pickle.loads(pickle.dumps(c)),
+                                    lambda c: dataclasses.replace(c, seed=1)])  # fmt: skip
+def test_replace_follows_anew_where_nobody_set_the_block(settings, changes, block, steps, copied) -> None:
+    config = dataclasses.replace(copied(SDPOConfig(**settings)), **changes)
+    assert (config.generation_batch_size, config.steps_per_generation) == (block, steps)
+
+
+@pytest.mark.parametrize(
+    ("settings", "changes"),
+    [
+        ({"generation_batch_size": 16}, {"steps_per_generation": 4}),  # 8 * 4 is not 16
+        ({"steps_per_generation": 2}, {"generation_batch_size": 32}),  # 8 * 2 is not 32
+        ({"generation_batch_size": 16, "steps_per_generation": 2}, {"per_device_train_batch_size": 4}),  # 4 * 2
+    ],
+)
+def test_replace_that_contradicts_what_was_set_is_refused(settings, changes) -> None:
     with pytest.raises(ValueError, match="contradict each other"):
-        dataclasses.replace(config, steps_per_generation=2)
-    config = dataclasses.replace(config, steps_per_generation=2, generation_batch_size=None)
-    assert config.generation_batch_size == 16  # 8 * 1 * 2
+        dataclasses.replace(SDPOConfig(**settings), **changes)
+
+
+def test_a_number_taken_from_another_config_is_a_setting() -> None:
+    steps = SDPOConfig(gradient_accumulation_steps=4).steps_per_generation
+    assert SDPOConfig(steps_per_generation=steps).generation_batch_size == 32  # 8 * 4
+
+
+def test_the_block_reads_as_plain_numbers() -> None:
+    values = SDPOConfig().to_dict()
+    assert type(values["generation_batch_size"]) is type(values["steps_per_generation"]) is int
+    assert json.loads(SDPOConfig().to_json_string())["generation_batch_size"] == 8
 
 
 def test_to_dict_and_json_hold_plain_values_that_make_the_same_config() -> None:
@@ -799,7 +867,9 @@ def test_the_views_hold_the_fields_and_are_frozen() -> None:
         "epsilon_high": 0.2, "importance_sampling_level": "token", "weight": 1.0, "alpha": 0.5,
         "mode": "full_logits", "topk": None, "is_clip": 2.0, "add_tail": False,
     }  # fmt: skip
-    assert dataclasses.asdict(config.teacher) == {"kind": "ema", "update_rate": 0.05, "sync_steps": 3}
+    assert dataclasses.asdict(config.teacher) == {
+        "kind": "ema", "update_rate": 0.05, "sync_steps": 3, "dtype": None,
+    }  # fmt: skip
     for f in dataclasses.fields(config.reprompt):
         assert getattr(config.reprompt, f.name) == getattr(config, f.name)
     assert config.sampling.generation_kwargs == {} and config.sampling.top_k == 0

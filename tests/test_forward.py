@@ -8,8 +8,11 @@ from typing import Any
 import pytest
 import torch
 from conftest import make_model
+from peft import PrefixTuningConfig, PromptTuningConfig, get_peft_model
 from torch import Tensor, nn
 from transformers import (
+    BloomConfig,
+    BloomForCausalLM,
     CohereConfig,
     CohereForCausalLM,
     Gemma2Config,
@@ -22,7 +25,7 @@ from transformers import (
     MambaForCausalLM,
 )
 
-from sdpo import forward, heads
+from sdpo import forward, heads, token_values
 from sdpo.collate import pad, sequences
 from sdpo.heads import find_head
 from sdpo.losses import divergence as dv
@@ -126,7 +129,7 @@ def test_values_and_gradients_equal_the_plain_ones_in_every_mode(
     weight: float,
     is_plain: bool,
 ) -> None:
-    monkeypatch.setattr(heads, "CPU_CHUNK", chunk * len(tokenizer))
+    monkeypatch.setattr(token_values, "CPU_CHUNK", chunk * len(tokenizer))
     monkeypatch.setattr(heads.Head, "is_plain", property(lambda _: is_plain))
     settings = replace(SETTINGS, mode=mode, topk=topk, add_tail=add_tail, alpha=alpha, weight=weight)
     batch, (prompts, teacher_prompts, completions) = make_batch(share=share)
@@ -206,10 +209,24 @@ def test_what_a_family_does_after_its_head_is_done_in_chunks_too(family: str) ->
     assert (logps - expected * batch.completion_mask).abs().max() < 1e-5
 
 
+@pytest.mark.parametrize("kind", [PromptTuningConfig, PrefixTuningConfig])
+def test_tokens_that_an_adapter_puts_before_the_prompt_shift_nothing(tokenizer: Any, kind: Any) -> None:
+    model = get_peft_model(make_model(tokenizer), kind(task_type="CAUSAL_LM", num_virtual_tokens=3)).eval()
+    batch, (prompts, _, completions) = make_batch(share=forward.can_share_prompts(model))
+    logps = forward.completion_logps(model, find_head(model), batch, SETTINGS)
+    for row, (prompt, completion) in enumerate(zip(prompts, completions, strict=True)):
+        with torch.no_grad():
+            logits = model(input_ids=torch.tensor([[*prompt, *completion]])).logits[0, -len(completion) - 1 : -1]
+        expected = (logits / SETTINGS.temperature).log_softmax(-1)[range(len(completion)), completion]
+        assert (logps[row, : len(completion)] - expected).abs().max() < 1e-5
+
+
 def test_prompts_are_shared_only_where_that_is_right(tokenizer: Any) -> None:
     assert forward.can_share_prompts(make_model(tokenizer))
     assert forward.can_share_prompts(FAMILIES["absolute positions"]().eval())
     assert not forward.can_share_prompts(FAMILIES["soft cap"]().eval()), "Gemma 2 has sliding windows"
+    alibi = BloomForCausalLM(BloomConfig(vocab_size=50, hidden_size=16, n_layer=2, n_head=2))
+    assert not forward.can_share_prompts(alibi.eval())
     mamba = MambaForCausalLM(MambaConfig(vocab_size=50, hidden_size=16, num_hidden_layers=1, state_size=4))
     assert not forward.can_share_prompts(mamba)
 
@@ -249,7 +266,7 @@ def test_a_model_that_changes_its_logits_in_an_unknown_way_is_refused(tokenizer:
 def test_no_tensor_of_all_tokens_times_the_vocabulary_is_made(tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """The largest tensor with a vocabulary dimension has one chunk's tokens."""
     vocabulary = len(tokenizer)
-    monkeypatch.setattr(heads, "CPU_CHUNK", 2 * vocabulary)
+    monkeypatch.setattr(token_values, "CPU_CHUNK", 2 * vocabulary)
     seen: list[int] = []
     original = heads.Head.logits
 

@@ -8,6 +8,7 @@ import pytest
 import torch
 from accelerate import Accelerator
 from conftest import make_model
+from peft import PrefixTuningConfig, PromptTuningConfig, get_peft_model
 from transformers import set_seed
 
 from sdpo.generation.transformers import TransformersGenerator, draw, generation_config, is_plain_sampling
@@ -102,3 +103,20 @@ def test_a_completion_without_end_token_is_truncated(tokenizer: Any) -> None:
         model.lm_head.weight[tokenizer.eos_token_id] = 0.0
     completions = make_generator(model, tokenizer, generation_kwargs={"suppress_tokens": [1]}).generate([[10]] * 4)
     assert all(c.is_truncated and len(c.ids) == 6 for c in completions)
+
+
+@pytest.mark.parametrize("kind", [PromptTuningConfig, PrefixTuningConfig])
+def test_prompt_learning_is_sampled_as_it_is_trained(tokenizer: Any, kind: Any) -> None:
+    """At a temperature near 0, each token is the likeliest under the forward on the sequence before it."""
+    model = get_peft_model(make_model(tokenizer), kind(task_type="CAUSAL_LM", num_virtual_tokens=3)).eval()
+    prompts = [[10, 11, 12], [20]]
+    for prompt, completion in zip(
+        prompts, make_generator(model, tokenizer, temperature=1e-4).generate(prompts), strict=True
+    ):
+        sequence = list(prompt)
+        for token in completion.ids:
+            with torch.no_grad():
+                assert token == model(input_ids=torch.tensor([sequence])).logits[0, -1].argmax().item()
+            sequence.append(token)
+    with pytest.raises(ValueError, match=r"top_p=1\.0"):
+        make_generator(model, tokenizer, top_p=0.5).generate(prompts)

@@ -207,7 +207,7 @@ def test_the_question_appears_exactly_once(template, prompt):
     ],
 )
 def test_an_unknown_placeholder_is_named(field, template):
-    with pytest.raises(ValueError, match=f"{field} has the placeholder"):
+    with pytest.raises(ValueError, match=f"`{field}` holds .* which is no placeholder"):
         teacher_prompt("Q", BOTH, replace(SETTINGS, **{field: template}))
 
 

@@ -356,6 +356,15 @@ def test_lists_and_dicts_of_feedback_become_lines(value, text):
 def test_other_feedback_is_refused(value):
     with pytest.raises(TypeError, match="`function`, completion 0: feedback must be text"):
         score(returns(Score(0, value)), num=1)
+
+
+@pytest.mark.parametrize(("value", "text"), [(3, "3"), (0.5, "0.5"), (True, "True"), ([3, "b"], "3\nb")])
+def test_a_number_in_the_feedback_column_is_text_since_the_column_names_it(value, text):
+    assert score(returns(0), num=1, examples=[{"privileged_context": value}])[0].feedback == text
+
+
+@pytest.mark.parametrize("value", [b"x", {"a": object()}])
+def test_other_values_of_the_feedback_column_are_refused(value):
     with pytest.raises(TypeError, match="privileged_context of row 0: feedback must be text"):
         score(returns(0), num=1, examples=[{"privileged_context": value}])
 

@@ -396,3 +396,35 @@ def test_an_end_token_that_is_not_marked_as_special_is_no_text():
     [stop] = built("!")["input_ids"]
     tokenizer = PromptTokenizer(built, max_prompt_length=None, chat_template_kwargs={}, eos_token_ids=[stop])
     assert tokenizer.decode(tokenizer.encode(["a!b!"])[0]) == "a!b"
+
+
+def dropping_tokenizer(template=THINKING_TEMPLATE, **settings):
+    """A tokenizer that makes no token of blanks, as those do that split at them."""
+    tokenizer = byte_tokenizer(template, **settings)
+    tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [pre_tokenizers.WhitespaceSplit(), pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
+    )
+    return tokenizer
+
+
+def test_a_prompt_without_a_token_is_refused_with_its_row():
+    tokenizer = prompt_tokenizer(dropping_tokenizer())
+    for check in (tokenizer.check_prompts, tokenizer.encode_prompts):
+        with pytest.raises(ValueError, match=r"the prompt of row 1 is empty: .* no token of '   '"):
+            check(["Hi", "   "])
+
+
+def test_a_chat_that_the_template_makes_nothing_of_is_refused_with_its_row():
+    template = "{% for m in messages if m.content != 'no' %}{{ m.content }}{% endfor %}"
+    tokenizer = prompt_tokenizer(byte_tokenizer(template))
+    for check in (tokenizer.check_prompts, tokenizer.encode_prompts):
+        with pytest.raises(ValueError, match="the prompt of row 0 is empty"):
+            check([user("no")])
+
+
+def test_blanks_that_are_tokens_or_stand_behind_a_special_token_are_a_prompt():
+    [(ids, _)] = prompt_tokenizer().encode_prompts(["   "])
+    assert len(ids) == 3
+    tokenizer = prompt_tokenizer(dropping_tokenizer(adds_bos=True))
+    tokenizer.check_prompts(["   "])
+    assert tokenizer.encode_prompts(["   "]) == [([BOS], False)]

@@ -13,6 +13,7 @@ from datasets import Dataset, IterableDataset
 from transformers import TrainerCallback
 
 from sdpo import Score, SDPOConfig, SDPOTrainer
+from sdpo.metrics import StageClock
 
 
 def parameters_of(trainer: SDPOTrainer) -> torch.Tensor:
@@ -338,6 +339,97 @@ def test_degenerate_runs_are_told(make_trainer: TrainerFactory, caplog: pytest.L
     assert "No completion reached" not in caplog.text
 
 
+def told(caplog: pytest.LogCaptureFixture, text: str) -> int:
+    return sum(text in record.getMessage() for record in caplog.records)
+
+
+def test_a_loss_that_is_not_finite_is_logged_and_told_once(
+    make_trainer: TrainerFactory, caplog: pytest.LogCaptureFixture
+) -> None:
+    trainer = make_trainer(max_steps=2, distillation_weight=0.5)
+    with torch.no_grad():
+        trainer.model.lm_head.weight[20].fill_(math.nan)
+    trainer.train()
+    for entry in trainer.state.log_history[:2]:
+        assert math.isnan(entry["self_distillation/distillation_loss"])
+        assert math.isnan(entry["self_distillation/policy_loss"])
+        assert entry["reward"] == 0.25
+    assert told(caplog, "The loss is not finite at step 1") == told(caplog, "The loss is not finite") == 1
+
+
+def test_a_context_that_does_not_fit_is_not_counted_as_shown(
+    make_trainer: TrainerFactory, caplog: pytest.LogCaptureFixture
+) -> None:
+    trainer = make_trainer(rewards=[Score(1.0), *[Score(0.0, "w20")] * 3], include_environment_feedback=True)
+    trainer.train()
+    assert told(caplog, "trains on nothing") == 0
+    cut = make_trainer(
+        rewards=[Score(1.0), *[Score(0.0, "w20")] * 3], include_environment_feedback=True, max_reprompt_len=3
+    )
+    cut.train()
+    names = ("success_sample", "feedback_used", "reprompt_sample", "feedback_available", "success_group")
+    shares = [[t.state.log_history[0][f"self_distillation/{name}_fraction"] for name in names] for t in (trainer, cut)]
+    assert shares == [[0.75, 0.75, 0.75, 0.75, 1.0], [0.0, 0.0, 0.0, 0.75, 1.0]]
+    assert told(caplog, "trains on nothing") == 1
+
+
+def test_a_run_that_distills_nothing_is_told(make_trainer: TrainerFactory, caplog: pytest.LogCaptureFixture) -> None:
+    make_trainer(truncated=True).train()
+    assert told(caplog, "trains on nothing") == 0
+    make_trainer(truncated=True, mask_truncated_completions=True).train()
+    assert told(caplog, "trains on nothing") == 1
+    make_trainer(diagnostics_flat_tolerance=0.75).train()  # 3 of 4 rows have a context
+    assert told(caplog, "trains on nothing") == 2
+    make_trainer(distillation_weight=0.0, rewards=(0.0,)).train()
+    assert told(caplog, "trains on nothing") == 2
+
+
+def test_no_success_is_told_only_where_a_success_would_be_shown(
+    make_trainer: TrainerFactory, caplog: pytest.LogCaptureFixture
+) -> None:
+    make_trainer(rewards=(0.0,), distillation_weight=0.0).train()
+    feedback_only = {"use_successful_as_teacher": False, "include_environment_feedback": True}
+    make_trainer(rewards=[Score(0.0, "w20")], **feedback_only).train()
+    assert told(caplog, "No completion reached") == 0
+    make_trainer(rewards=(0.0,)).train()
+    assert told(caplog, "No completion reached") == 1
+
+
+def test_time_is_logged_by_the_steps_of_this_run(make_trainer: TrainerFactory, tmp_path: Any) -> None:
+    class Counting(StageClock):
+        """Keeps by how many steps it divided."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.divisors: list[int] = []
+
+        def per_step(self) -> dict[str, float]:
+            self.divisors.append(self._num_steps)
+            return super().per_step()
+
+    trainer = make_trainer(max_steps=4, logging_steps=2, save_strategy="steps", save_steps=2)
+    trainer.clock = Counting()
+    trainer.train()
+    trainer.train()
+    assert trainer.clock.divisors == [2, 2, 0] * 2  # the last is the log at the end of a run
+    resumed = make_trainer(max_steps=4, logging_steps=2, save_strategy="steps", save_steps=2)
+    resumed.clock = Counting()
+    resumed.train(resume_from_checkpoint=str(tmp_path / "run" / "checkpoint-2"))
+    assert resumed.clock.divisors == [2, 0]
+
+
+def test_a_distinct_prompt_is_encoded_once_in_a_block(
+    make_trainer: TrainerFactory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for prompt in ("w10 w11", [{"role": "user", "content": "w10 w11"}]):
+        trainer = make_trainer(prompts=[prompt])
+        original, encoded = trainer.tokenizer._encode_one, []
+        monkeypatch.setattr(trainer.tokenizer, "_encode_one", lambda p, o=original, e=encoded: (e.append(p), o(p))[1])
+        trainer.collect([trainer.train_dataset[0]] * 4, "train")
+        shown = [prompt for prompt in encoded if "Correct solution" in str(prompt)]
+        assert len(shown) == 1, "three rows are shown the same demonstration"
+
+
 def test_the_documented_metrics_are_logged(make_trainer: TrainerFactory) -> None:
     trainer = make_trainer(distillation_weight=0.5)
     trainer.train()
@@ -460,6 +552,18 @@ def test_any_evaluation_batch_size_gives_the_same_loss(make_trainer: TrainerFact
     reference = make_trainer(num_generations_eval=4, prompts=["w10", "w11", "w12"], per_device_eval_batch_size=4)
     assert metrics["eval_loss"] == pytest.approx(reference.evaluate(reference.train_dataset)["eval_loss"], abs=1e-6)
     assert sum(len(call) for call in trainer.generator.calls) == 12
+
+
+def test_a_rank_without_rows_evaluates_nothing(make_trainer: TrainerFactory) -> None:
+    def by_answer(completions: list[Any], answer: list[str], **_: Any) -> list[float]:
+        return [1.0 for _ in answer]
+
+    hooks = Hooks()
+    trainer = make_trainer(
+        reward_funcs=by_answer, distillation_weight=0.5, beta=0.1, trainer_kwargs={"callbacks": [hooks]}
+    )
+    assert trainer.collect([], "eval") == []
+    assert len(hooks.payloads["prepared"]) == 1
 
 
 def test_evaluation_before_training_uses_the_initial_policy_as_teacher(make_trainer: TrainerFactory) -> None:

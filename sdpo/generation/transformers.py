@@ -50,6 +50,8 @@ class TransformersGenerator:
         ids = pad(prompt_ids, self.config.pad_token_id, dtype=torch.long, left=True).to(device)
         mask = pad([[1] * len(prompt) for prompt in prompt_ids], 0, dtype=torch.long, left=True).to(device)
         with _sampling_mode(model, self.config), self.accelerator.autocast():
+            if is_peft_model(model) and model.active_peft_config.is_prompt_learning:
+                return [self._cut(completion) for completion in self._sample_whole(model, prompt_ids)]
             name, cache = _prefill(model, prompt_ids, ids, mask)
             if cache is not None and self.is_plain:
                 return [self._cut(completion) for completion in self._sample(model, name, cache, ids, mask)]
@@ -78,6 +80,44 @@ class TransformersGenerator:
             position = position + 1
             mask = torch.cat([mask, mask.new_ones(len(rows), 1)], dim=1)
         return completions
+
+    def _sample_whole(self, model: Any, prompt_ids: Sequence[list[int]]) -> list[list[int]]:
+        """Completions drawn token by token, reading the whole sequence each time, as training does.
+
+        For prompt and prefix tuning: PEFT's own generation with a cache draws from other positions than its forward.
+        """
+        if not self.is_plain:
+            raise ValueError(
+                "With prompt or prefix tuning only a temperature can act on sampling: set top_p=1.0, top_k=0, "
+                "min_p=None, repetition_penalty=1.0 and no generation_kwargs or cache_implementation."
+            )
+        sequences = [list(prompt) for prompt in prompt_ids]
+        going = list(range(len(sequences)))
+        head = model.get_output_embeddings()
+        for _ in range(self.config.max_new_tokens):
+            lengths = [len(sequences[row]) for row in going]
+            ids = pad([sequences[row] for row in going], self.config.pad_token_id, dtype=torch.long)
+            mask = pad([[1] * length for length in lengths], 0, dtype=torch.long)
+            ends = (
+                torch.tensor(lengths) - ids.shape[1] - 1
+            )  # counted from the end: there may be tokens before the prompt
+
+            def last(_: Any, args: tuple[Tensor, ...], ends: Tensor = ends) -> tuple[Tensor, ...]:
+                return (args[0][torch.arange(len(ends)), ends].unsqueeze(1), *args[1:])
+
+            handle = head.register_forward_pre_hook(last)
+            try:
+                device = self.accelerator.device
+                logits = model(input_ids=ids.to(device), attention_mask=mask.to(device), use_cache=False).logits[:, -1]
+            finally:
+                handle.remove()
+            drawn = draw(logits.float() / self.config.temperature).tolist()
+            for row, token in zip(going, drawn, strict=True):
+                sequences[row].append(token)
+            going = [row for row, token in zip(going, drawn, strict=True) if token not in self.eos_token_ids]
+            if not going:
+                break
+        return [sequence[len(prompt) :] for sequence, prompt in zip(sequences, prompt_ids, strict=True)]
 
     def _cut(self, ids: list[int]) -> Completion:
         """The completion up to its first end-of-sequence token; what stands after that is padding."""

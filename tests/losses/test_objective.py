@@ -10,7 +10,7 @@ from torch import Tensor
 from sdpo.losses.divergence import divergence, masked, renormalize, reverse_kl, sampled_token_kl
 from sdpo.losses.objective import blend, loss_fraction, objective, reduce_loss
 from sdpo.losses.policy import group_advantages
-from sdpo.types import LossCounts, LossTerms, ObjectiveSettings, TokenTerms, TrainingBatch
+from sdpo.types import LossCounts, LossTerms, ObjectiveSettings, Sequences, TokenTerms, TrainingBatch
 
 LOSS_TYPES = ["dapo", "grpo", "dr_grpo", "bnpo"]
 DISTILLATION = "self_distillation/distillation_loss"
@@ -32,6 +32,9 @@ SETTINGS = ObjectiveSettings(
     add_tail=False,
 )
 
+EMPTY = torch.zeros(0, 0, dtype=torch.long)
+NOTHING = Sequences(ids=EMPTY, positions=EMPTY, segments=EMPTY, predictors=EMPTY, is_shared=False)
+
 
 def mask_of(*lengths: int, size: int) -> Tensor:
     """(B, T), true on the first tokens of each row."""
@@ -39,19 +42,12 @@ def mask_of(*lengths: int, size: int) -> Tensor:
 
 
 def batch_of(policy_mask: Tensor, distillation_mask: Tensor | None = None, **values) -> TrainingBatch:
-    """A microbatch with these masks; the ids, which no loss reads, are zeros."""
-    num_rows = len(policy_mask)
-    ids = torch.zeros(num_rows, 1, dtype=torch.long)
-    lengths = torch.ones(num_rows, dtype=torch.long)
+    """A microbatch with these masks; the sequences, which no loss reads, are empty."""
     values.setdefault("completion_mask", torch.ones_like(policy_mask))
-    values.setdefault("advantages", torch.zeros(num_rows))
+    values.setdefault("advantages", torch.zeros(len(policy_mask)))
     return TrainingBatch(
-        student_ids=ids,
-        student_mask=ids,
-        teacher_ids=ids,
-        teacher_mask=ids,
-        prompt_lengths=lengths,
-        teacher_prompt_lengths=lengths,
+        student=NOTHING,
+        teacher=NOTHING,
         completion_ids=torch.zeros_like(policy_mask, dtype=torch.long),
         policy_mask=policy_mask,
         distillation_mask=policy_mask if distillation_mask is None else distillation_mask,
@@ -467,10 +463,11 @@ class Step:
 
     def rows(self, rows: slice, columns: slice = slice(None)) -> TrainingBatch:
         """These rows and completion tokens as a microbatch."""
-        tensors = {f.name: getattr(self.batch, f.name) for f in fields(TrainingBatch) if f.name != "counts"}
-        tensors = {name: t[rows] for name, t in tensors.items() if t is not None}
+        values = {f.name: getattr(self.batch, f.name) for f in fields(TrainingBatch)}
+        tensors = {name: value[rows] for name, value in values.items() if isinstance(value, Tensor)}
         wide = {name for name, t in tensors.items() if t.ndim == 2 and t.shape[1] == self.size}
-        return TrainingBatch(**{name: t[:, columns] if name in wide else t for name, t in tensors.items()})
+        cut = {name: t[:, columns] if name in wide else t for name, t in tensors.items()}
+        return replace(self.batch, counts=None, **cut)
 
     def run(self, parts: list[slice], settings: ObjectiveSettings) -> tuple[Tensor, Tensor, list[LossTerms]]:
         """Loss, gradient and what is logged of the step, as the sum over its microbatches."""
