@@ -1,8 +1,8 @@
 """Small tasks with verifiers, on which a model of 135 million parameters has room to learn.
 
 `build_task(name)` returns the questions, split into training and held-out ones, and their reward function. The rows
-have the columns `prompt` (messages), `question` ("14 - 6") and `answer`. A reward function returns for each completion
-a `Score`: the reward, and what an environment could say about that attempt without giving the answer away.
+have the columns `prompt` (messages), `question` ("14 - 6") and `answer`. The reward of `chain` returns a `Score` for
+each completion: the reward, and what an environment could say about that attempt without giving the answer away.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from sdpo import Score
 
 Row = dict[str, Any]
 OPERATIONS = {"+": operator.add, "-": operator.sub, "*": operator.mul}
-RewardFunction = Callable[..., list[Score]]
+RewardFunction = Callable[..., list[Any]]
 
 
 @dataclass(frozen=True)
@@ -76,16 +76,9 @@ def arithmetic_rows(
 
 
 def sum_questions() -> list[Row]:
-    """a + b of one digit, to be answered in one line: 100 questions."""
-    questions = [f"{a} + {b}" for a in range(10) for b in range(10)]
-    return [
-        {
-            "prompt": chat("2 + 3 = 5", [], f"What is {question}? Answer in one line."),
-            "question": question,
-            "answer": str(sum(map(int, question.split(" + ")))),
-        }
-        for question in questions
-    ]
+    """a + b of one digit, after one example: 99 questions."""
+    numbers = [(a, b) for a in range(10) for b in range(10) if (a, b) != (2, 3)]
+    return arithmetic_rows(numbers, "+", "Add.", [("What is 2 + 3?", "2 + 3 = 5")])
 
 
 def product_questions() -> list[Row]:
@@ -116,32 +109,15 @@ def text_of(completion: str | list[dict[str, str]]) -> str:
     return completion if isinstance(completion, str) else completion[-1]["content"]
 
 
-def equation_reward(completions, question, answer, **_) -> list[Score]:
+def equation_reward(completions, question, answer, **_) -> list[float]:
     """1 where the answer is the right equation and nothing else (a full stop may follow), else 0."""
     return [grade_equation(text_of(c), q, a) for c, q, a in zip(completions, question, answer, strict=True)]
 
 
-def grade_equation(text: str, question: str, answer: str) -> Score:
-    """Score of one answer to "What is `question`?"."""
+def grade_equation(text: str, question: str, answer: str) -> float:
+    """Reward of one answer to "What is `question`?"."""
     written = re.fullmatch(re.escape(question) + r" = (-?\d+)\.?", " ".join(text.split()))
-    if written is None:
-        return Score(0.0, f"Write one equation and nothing else. It starts with: {question} =")
-    if written[1] != answer:
-        return Score(0.0, f"{question} is not {written[1]}.")
-    return Score(1.0)
-
-
-def line_reward(completions, question, answer, **_) -> list[Score]:
-    """1 where the answer is one line that ends with the right number, else 0."""
-    return [grade_line(text_of(c), q, a) for c, q, a in zip(completions, question, answer, strict=True)]
-
-
-def grade_line(text: str, question: str, answer: str) -> Score:
-    """Score of one answer to "What is `question`? Answer in one line."."""
-    written = re.search(r"(\d+)[.!]?$", text.strip())
-    if written is None or "\n" in text.strip():
-        return Score(0.0, "Write one line that ends with the result.")
-    return Score(1.0) if written[1] == answer else Score(0.0, f"{question} is not {written[1]}.")
+    return float(written is not None and written[1] == answer)
 
 
 def steps_reward(completions, question, answer, **_) -> list[Score]:
@@ -161,7 +137,7 @@ def grade_steps(text: str, question: str, answer: str) -> Score:
 
 
 TASKS: dict[str, tuple[Callable[[], list[Row]], RewardFunction]] = {
-    "sum": (sum_questions, line_reward),
+    "sum": (sum_questions, equation_reward),
     "product": (product_questions, equation_reward),
     "difference": (difference_questions, equation_reward),
     "chain": (chain_questions, steps_reward),
