@@ -70,7 +70,7 @@ DEMO_DEFAULTS: dict[str, Any] = {
     "--task": "sum",
     "--check_teacher": True,
     "--reprompt_template": "{prompt}{solution}{feedback}",
-    "--solution_template": " ({successful_previous_attempt})",
+    "--solution_template": " {successful_previous_attempt}",
     "--distillation_weight": 0.5,
     "--distillation_mode": "topk_logits",
     "--distillation_topk": 20,
