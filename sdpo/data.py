@@ -33,6 +33,8 @@ class Reshuffled(Protocol):
 class Columnar(Protocol):
     """A dataset that can be read without its other columns, as one of `datasets` can."""
 
+    column_names: list[str]
+
     def select_columns(self, column_names: list[str]) -> Any: ...
 
 
@@ -282,9 +284,16 @@ def check_dataset(dataset: Any, *, name: str, num_workers: int = 0, num_checked:
     """Prompts of the first `num_checked` rows (of the first row of a stream), for the tokenizer to check.
 
     Raises:
-        ValueError: the dataset is empty or lacks the column `prompt`, the message lists the columns there are; or it
-            is a stream to be read by several workers.
+        ValueError: the dataset is empty or lacks the column `prompt`, the message lists the columns there are; it is
+            several splits, can be read only once, or is a stream to be read by several workers.
     """
+    if isinstance(dataset, Mapping):
+        raise ValueError(f"{name} is several datasets ({', '.join(map(str, dataset))}); pass one of them.")
+    if isinstance(dataset, Iterator):
+        raise ValueError(
+            f"{name} is a {type(dataset).__name__}, which can be read only once. Pass a list, or a dataset that can "
+            "be iterated again, such as datasets.IterableDataset.from_generator."
+        )
     head = list(islice(iter(dataset), 1))
     if not head:
         raise ValueError(f"{name} is empty: it has no row to sample a prompt from.")
@@ -294,7 +303,7 @@ def check_dataset(dataset: Any, *, name: str, num_workers: int = 0, num_checked:
     if is_stream(dataset):
         _check_workers(name, num_workers)
         return [head[0]["prompt"]]
-    if isinstance(dataset, Columnar):
+    if isinstance(dataset, Columnar) and "prompt" in dataset.column_names:  # a transform may make the column
         dataset = dataset.select_columns(["prompt"])
     return [example["prompt"] for example in islice((dataset[i] for i in range(len(dataset))), num_checked)]
 

@@ -6,6 +6,7 @@ import dis
 import functools
 import inspect
 import os
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
@@ -21,6 +22,7 @@ from transformers.utils import logging
 
 from sdpo.config import SDPOConfig
 from sdpo.reprompt import copy_containers
+from sdpo.types import RepromptSettings
 
 logger = logging.get_logger(__name__)
 
@@ -35,7 +37,8 @@ def load_policy(model: Any, args: SDPOConfig, *, peft_config: Any | None) -> nn.
         TypeError: `model` or `peft_config` is of another kind.
     """
     if isinstance(model, str | os.PathLike):
-        kwargs = {"dtype": "float32", **model_loading_kwargs(args)}
+        kwargs = model_loading_kwargs(args)
+        kwargs.setdefault("dtype", kwargs.pop("torch_dtype", "float32"))  # an older name of the same argument
         model = AutoModelForCausalLM.from_pretrained(os.fspath(model), **kwargs)
     elif not isinstance(model, PreTrainedModel) and not (isinstance(model, nn.Module) and is_peft_model(model)):
         raise TypeError(f"model must be a path, an id, a PreTrainedModel or a PeftModel, got {type(model).__name__}.")
@@ -49,7 +52,10 @@ def load_policy(model: Any, args: SDPOConfig, *, peft_config: Any | None) -> nn.
     if args.disable_dropout:
         zero_dropout(model)
     if not any(p.requires_grad for p in model.parameters()):
-        raise ValueError("The model has no trainable parameter; unfreeze some, or pass peft_config.")
+        raise ValueError(
+            "The model has no trainable parameter. Pass peft_config, unfreeze some, or load an adapter for training: "
+            "PeftModel.from_pretrained(model, path, is_trainable=True)."
+        )
     policy: nn.Module = model
     return policy
 
@@ -177,3 +183,13 @@ def check_rewards(reward_funcs: Any, args: SDPOConfig) -> None:
             "reward_funcs is missing: it decides which completions are successful. Only a run on feedback from the "
             "column privileged_context (include_environment_feedback=True, distillation_weight=1.0) goes without."
         )
+
+
+def reprompt_settings(model: Any, args: SDPOConfig) -> RepromptSettings:
+    """How teacher prompts are made, their length held within the positions that the model has beside a completion."""
+    settings = args.reprompt
+    positions = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    if positions is None:
+        return settings
+    room = max(1, positions - args.objective.max_completion_length)
+    return replace(settings, max_reprompt_len=min(settings.max_reprompt_len, room))

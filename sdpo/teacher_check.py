@@ -119,7 +119,7 @@ def compare_teacher(trainer: SDPOTrainer, *, dataset: Any = None, num_prompts: i
         raise ValueError("compare_teacher needs a dataset with at least one row; pass dataset=...")
     rows = [select_columns(row, trainer.columns) for row in rows]
     examples = [row for row in rows for _ in range(trainer.args.num_generations)]
-    settings = trainer.args.reprompt
+    settings = trainer.reprompt
     with torch.random.fork_rng():
         attempts = trainer.scorer.score(trainer.roll_out(examples, "train"), examples, trainer_state=trainer.state)
         run = _teacher_accuracy(trainer, attempts, examples, settings, lambda context: context.is_informative)
@@ -154,7 +154,7 @@ def _shows(flags: tuple[bool, bool], context: TeacherContext) -> bool:
 def _by_question(trainer: SDPOTrainer, rows: Sequence[ScoredRollout]) -> dict[int, list[bool]]:
     found: dict[int, list[bool]] = defaultdict(list)
     for row in rows:
-        found[row.rollout.group].append(is_success(row, trainer.args.reprompt))
+        found[row.rollout.group].append(is_success(row, trainer.reprompt))
     return found
 
 

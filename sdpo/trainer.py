@@ -126,6 +126,7 @@ class SDPOTrainer(CheckpointedTrainer):
     def _build_stages(self) -> None:
         """What a step goes through, made from the settings and the model."""
         args = self.args
+        self.reprompt = loading.reprompt_settings(self.model, args)
         self.columns = columns_to_keep(self.scorer.functions, remove_unused=args.remove_unused_columns)
         self.generator: Generator = build_generator(
             use_vllm=args.use_vllm,
@@ -268,7 +269,7 @@ class SDPOTrainer(CheckpointedTrainer):
         rewards = torch.tensor([float("nan") if row.reward is None else row.reward for row in world])
         groups = torch.tensor([row.rollout.group for row in world])
         advantages = group_advantages(rewards, groups, scale=self.args.scale_rewards).tolist()
-        contexts = build_teacher_contexts(world, self.args.reprompt)
+        contexts = build_teacher_contexts(world, self.reprompt)
         ids_of = self.tokenizer.remembering()
         rows = [self._row(row, contexts[start + i], advantages[start + i], ids_of) for i, row in enumerate(scored)]
         self._observe(world, rows, phase)
@@ -278,7 +279,7 @@ class SDPOTrainer(CheckpointedTrainer):
         self, scored: ScoredRollout, context: TeacherContext, advantage: float, ids_of: Callable[[Prompt], list[int]]
     ) -> Row:
         prompt, context, is_shortened = fit_teacher_prompt(
-            scored.rollout.prompt, context, self.args.reprompt, count_tokens=lambda prompt: len(ids_of(prompt))
+            scored.rollout.prompt, context, self.reprompt, count_tokens=lambda prompt: len(ids_of(prompt))
         )
         prompt_ids = ids_of(prompt) if context.is_informative else scored.rollout.prompt_ids
         return Row(scored, context, prompt_ids, is_shortened, advantage)
@@ -383,7 +384,7 @@ class SDPOTrainer(CheckpointedTrainer):
         metrics = self.metrics[phase]
         is_flat = observe_rewards(metrics, world, tolerance=self.diagnostics.tolerance)
         observe_rows(metrics, rows)
-        found = context_metrics(world, contexts, self.args.reprompt)
+        found = context_metrics(world, contexts, self.reprompt)
         metrics.add_all(found)
         num_distilled = count_distilled(world, contexts, masks_truncated=self.args.mask_truncated_completions)
         is_distilling = self.args.distillation_weight > 0

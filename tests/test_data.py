@@ -129,3 +129,19 @@ def test_data_that_end_within_the_first_step_say_what_to_set() -> None:
 
 def test_a_stream_has_no_length() -> None:
     assert is_stream(Numbered()) and is_stream(iter([])) and not is_stream([{"prompt": "w0"}])
+
+
+def test_a_dataset_that_is_several_or_can_be_read_once_is_refused() -> None:
+    rows = [{"prompt": "w1"}, {"prompt": "w2"}]
+    with pytest.raises(ValueError, match=r"train_dataset is several datasets \(train, test\)"):
+        check_dataset({"train": rows, "test": rows}, name="train_dataset")
+    once = iter(rows)
+    with pytest.raises(ValueError, match="read only once"):
+        check_dataset(once, name="train_dataset")
+    assert len(list(once)) == 2, "nothing was taken from it"
+
+
+def test_a_transform_may_make_the_prompt() -> None:
+    dataset = Dataset.from_dict({"question": ["a", "b"]})
+    dataset = dataset.with_transform(lambda batch: {"prompt": [f"ask {q}" for q in batch["question"]]})
+    assert check_dataset(dataset, name="train_dataset") == ["ask a", "ask b"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -139,3 +140,19 @@ def test_vllm_is_refused_before_the_model_is_loaded(settings: dict[str, Any]) ->
 def test_a_batch_size_that_changes_during_the_run_is_refused() -> None:
     with pytest.raises(ValueError, match="auto_find_batch_size=True would change"):
         check_launch(SDPOConfig(auto_find_batch_size=True))
+
+
+def test_teacher_prompts_leave_room_for_the_completion_within_the_models_positions(tokenizer: Any) -> None:
+    from sdpo.loading import reprompt_settings
+
+    config = SDPOConfig(output_dir="x", max_completion_length=100)
+    model = make_model(tokenizer)  # 512 positions
+    assert reprompt_settings(model, config).max_reprompt_len == 412
+    assert reprompt_settings(model, replace(config, max_reprompt_len=50)).max_reprompt_len == 50
+
+
+def test_the_older_name_of_dtype_acts(tokenizer: Any, tmp_path: Any) -> None:
+    make_model(tokenizer).save_pretrained(tmp_path)
+    config = SDPOConfig(output_dir="x", model_init_kwargs={"torch_dtype": "bfloat16"})
+    assert load_policy(str(tmp_path), config, peft_config=None).dtype == torch.bfloat16
+    assert load_policy(str(tmp_path), SDPOConfig(output_dir="x"), peft_config=None).dtype == torch.float32
