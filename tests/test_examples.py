@@ -44,7 +44,7 @@ def test_the_documented_command_line_parses() -> None:
 def test_a_bare_command_line_is_the_demo_and_what_it_says_wins() -> None:
     script, config, model = sdpo_math.parse([])
     assert (script.dataset_name, model.model_name_or_path, script.task) == (None, None, "sum")
-    assert (config.output_dir, config.max_steps, config.distillation_topk) == ("outputs/demo", 14, 20)
+    assert (config.output_dir, config.max_steps, config.distillation_topk) == ("outputs/demo", 15, 20)
     assert config.reprompt_template == "{prompt}{solution}{feedback}" and script.check_teacher
     script, config, _ = sdpo_math.parse(["--max_steps", "2", "--task=sum", "--distillation_topk", "5"])
     assert (script.task, config.max_steps, config.distillation_topk) == ("sum", 2, 5)
