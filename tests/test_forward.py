@@ -162,6 +162,35 @@ def test_values_and_gradients_equal_the_plain_ones_in_every_mode(
         assert (terms.credit - (taught - chosen) * mask).abs().max() < 1e-5
 
 
+@pytest.mark.parametrize(("mode", "topk", "add_tail", "alpha"), MODES)
+@pytest.mark.parametrize("is_plain", [True, False])
+def test_a_trust_region_is_the_softmax_of_mixed_logits_in_every_mode(
+    tokenizer: Any,
+    monkeypatch: pytest.MonkeyPatch,
+    mode: Any,
+    topk: Any,
+    add_tail: bool,
+    alpha: float,
+    is_plain: bool,
+) -> None:
+    """softmax((1 - r) z_initial + r z_current) with r = 0.3, temperature 0.7; the current policy is the student."""
+    monkeypatch.setattr(token_values, "CPU_CHUNK", 3 * len(tokenizer))
+    monkeypatch.setattr(heads.Head, "is_plain", property(lambda _: is_plain))
+    settings = replace(SETTINGS, mode=mode, topk=topk, add_tail=add_tail, alpha=alpha)
+    batch, (prompts, teacher_prompts, completions) = make_batch()
+    initial, student = make_model(tokenizer, seed=1), make_model(tokenizer, seed=0)
+    with torch.no_grad():
+        mixed = sum(
+            share * plain_logits(part, teacher_prompts, completions)
+            for part, share in ((initial, 0.7), (student, 0.3))
+        )
+        expected = plain_divergence(plain_logits(student, prompts, completions), mixed, batch, settings)
+    parts = [(initial, 0.7), (student, 0.3)]
+    terms = forward.token_terms(student, find_head(student), batch, settings, teacher=parts)
+    assert terms.divergence is not None
+    assert (terms.divergence - expected * batch.distillation_mask).abs().max() < 1e-5
+
+
 def test_nothing_to_train_on_gives_zero_gradients_not_none(tokenizer: Any) -> None:
     batch, _ = make_batch()
     nothing = torch.zeros_like(batch.distillation_mask)
