@@ -20,6 +20,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from accelerate.utils import is_peft_model
 from datasets import Dataset, load_dataset, load_from_disk
 from tqdm.auto import tqdm
 from trl import ModelConfig, TrlParser, get_peft_config, get_quantization_config
@@ -52,19 +53,35 @@ class ScriptArguments:
     check_teacher: bool = field(
         default=False, metadata={"help": "Before training, compare the teacher's accuracy with the student's."}
     )
-    num_check_questions: int = field(default=8, metadata={"help": "Training questions that --check_teacher uses."})
+    num_check_questions: int = field(default=16, metadata={"help": "Training questions that --check_teacher uses."})
 
 
-CARD = """
-## Self-distillation
+CARD = """\
+---
+library_name: {library}
+base_model: {base_model}
+tags:
+- sdpo
+- reinforcement-learning
+---
 
-Trained with SDPO ([arXiv 2601.20802](https://arxiv.org/abs/2601.20802)) on {dataset}. Accuracy of sampled answers to
-held-out questions: {accuracy_before[mean]:.3f} before, {accuracy_after[mean]:.3f} after.
+# {name}
+
+{base_model}, trained with SDPO ([arXiv 2601.20802](https://arxiv.org/abs/2601.20802)) on {dataset}.
+
+| | accuracy of sampled answers to held-out questions | standard error |
+|---|---|---|
+| before | {accuracy_before[mean]:.3f} | {accuracy_before[standard_error]:.3f} |
+| after | {accuracy_after[mean]:.3f} | {accuracy_after[standard_error]:.3f} |
+
+{steps} steps of {rows} completions, {group} a question; distillation weight {weight}, {teacher} teacher. All settings
+are in `training_args.bin`, what was logged in `trainer_state.json`.
 """
 
 # What a bare `python examples/sdpo_math.py` runs.
-# The templates keep the format of the answer, and the learning rate and the divergence are mild: a small model that is
-# pulled towards a teacher of another format loses its own (see docs/feedback.md).
+# The template keeps the format of the answer, and the learning rate and the divergence are mild: a small model that is
+# pulled towards a teacher of another format loses its own (see docs/feedback.md). Half of the loss is the policy
+# gradient, which helps models of this size.
 DEMO_DEFAULTS: dict[str, Any] = {
     "--output_dir": "outputs/demo",
     "--task": "sum",
@@ -234,22 +251,34 @@ def main(arguments: list[str], *, on_trainer: Callable[[SDPOTrainer], None] | No
     trainer.train()
     after = accuracy(trainer, test, num_samples=script.num_test_samples)
     print(f"held-out accuracy after:  {after.mean:.3f} (standard error {after.standard_error:.3f})", flush=True)
-    save(trainer, {"accuracy_before": asdict(before), "accuracy_after": asdict(after)}, script)
+    save(trainer, {"accuracy_before": asdict(before), "accuracy_after": asdict(after)}, script, model_arguments)
 
 
-def save(trainer: SDPOTrainer, accuracies: dict[str, Any], script: ScriptArguments) -> None:
+def save(
+    trainer: SDPOTrainer, accuracies: dict[str, Any], script: ScriptArguments, model_arguments: ModelConfig
+) -> None:
     """Writes model, tokenizer, metrics and a short model card to the output folder."""
     trainer.save_model()
     trainer.save_state()
     if not trainer.is_world_process_zero():
         return
     folder = Path(trainer.args.output_dir)
+    base_model = model_arguments.model_name_or_path or "SmolLM2-135M-Instruct"
     (folder / "accuracy.json").write_text(json.dumps(accuracies, indent=2))
-    trainer.create_model_card(tags=["sdpo", "reinforcement-learning"])
-    with open(folder / "README.md", "a") as card:
-        card.write(
-            CARD.format(dataset=script.dataset_name or f"{script.task} of examples/demo_tasks.py", **accuracies)
-        )
+    args = trainer.args
+    card = CARD.format(
+        library="peft" if is_peft_model(trainer.model) else "transformers",
+        base_model=base_model,
+        name=folder.name,
+        dataset=script.dataset_name or f"the task {script.task} of examples/demo_tasks.py",
+        steps=trainer.state.global_step,
+        rows=args.per_device_train_batch_size * args.gradient_accumulation_steps * args.world_size,
+        group=args.num_generations,
+        weight=args.distillation_weight,
+        teacher=args.teacher_model_kind,
+        **accuracies,
+    )
+    (folder / "README.md").write_text(card)
     print(f"model, metrics and model card are in {folder}")
 
 

@@ -141,7 +141,7 @@ def test_a_run_on_questions_like_gsm8k_trains_an_adapter_in_bfloat16_on_a_cpu(ru
     assert trainer.model.peft_config["default"].target_modules == {"q_proj", "v_proj"}
     assert accuracies["accuracy_before"]["num_questions"] == accuracies["accuracy_after"]["num_questions"] == 2
     assert "held-out accuracy after" in capsys.readouterr().out
-    assert "Trained with SDPO" in (Path(trainer.args.output_dir) / "README.md").read_text()
+    assert "trained with SDPO" in (Path(trainer.args.output_dir) / "README.md").read_text()
 
 
 def test_a_run_on_questions_like_math_shows_its_feedback_column(run: Any) -> None:
