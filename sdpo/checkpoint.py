@@ -219,6 +219,7 @@ class CheckpointedTrainer(Trainer):
             self._resumed_from = None
             loss, self._globalstep_last_logged = self._resumed_log
             self._tr_loss += loss
+            self._total_loss_scalar -= loss  # `train_loss` is the mean of the steps since the resume
 
     def _load_rng_state(self, checkpoint: str | None) -> None:
         """Nothing: the base class does it after the first batch is fetched, which here means after sampling."""

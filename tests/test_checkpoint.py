@@ -88,6 +88,20 @@ def test_a_resumed_run_is_bitwise_the_straight_one(make_trainer: TrainerFactory,
         assert losses_of(resumed) == losses_of(straight)
 
 
+def test_the_mean_loss_of_a_resumed_run_is_that_of_its_own_steps(make_trainer: TrainerFactory, tmp_path: Path) -> None:
+    """Four steps, a log every three: the checkpoint of step 2 holds the losses of steps 1 and 2 for the next log."""
+    case = {"logging_steps": 1, "max_steps": 4}
+    straight = build(make_trainer, case, tmp_path / "straight")
+    straight.train()
+    own = [loss for step, loss in losses_of(straight) if step > 2]
+    resumed = build(make_trainer, {**case, "logging_steps": 3}, tmp_path / "again")
+    resumed.train()
+    last = build(make_trainer, {**case, "logging_steps": 3}, tmp_path / "resumed")
+    output = last.train(resume_from_checkpoint=str(tmp_path / "again" / "checkpoint-2"))
+    assert output.training_loss == pytest.approx(sum(own) / 2, abs=1e-6)
+    assert losses_of(last)[-1][1] == pytest.approx(losses_of(resumed)[-1][1], abs=1e-6)
+
+
 def test_a_checkpoint_of_another_library_is_refused_with_the_way_out(
     make_trainer: TrainerFactory, tmp_path: Path
 ) -> None:
