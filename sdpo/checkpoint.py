@@ -113,9 +113,13 @@ def load_tensors(path: Path) -> dict[str, Tensor]:
     Raises:
         ValueError: the file is not there.
     """
+    _check_exists(path)
+    return load_file(path)
+
+
+def _check_exists(path: Path) -> None:
     if not path.exists():
         raise ValueError(f"{path} is missing: the checkpoint is damaged. Resume from an earlier one.")
-    return load_file(path)
 
 
 def save_rank(folder: Path, rank: int, *, block: Block | None, state: Mapping[str, Any]) -> None:
@@ -125,8 +129,14 @@ def save_rank(folder: Path, rank: int, *, block: Block | None, state: Mapping[st
 
 
 def load_rank(folder: Path, rank: int) -> tuple[Block | None, dict[str, Any]]:
-    """What `save_rank` wrote. Only tensors and plain values are read, no code."""
-    state: dict[str, Any] = torch.load(folder / f"rank{rank}.pt", weights_only=True)
+    """What `save_rank` wrote. Only tensors and plain values are read, no code.
+
+    Raises:
+        ValueError: the file is not there.
+    """
+    path = folder / f"rank{rank}.pt"
+    _check_exists(path)
+    state: dict[str, Any] = torch.load(path, weights_only=True)
     batches = [_as_batch(plain) for plain in state.pop("batches")]
     num_used = state.pop("num_used")
     return (Block(batches, num_used) if batches else None), state

@@ -101,7 +101,7 @@ def lay_out(
     longest = max(len(sequence) for sequence in ids)
     positions: list[list[int]] = []
     segments: list[list[int]] = []
-    predictors: list[list[int]] = [[] for _ in completions]
+    predictors = [[0] * len(completion) for completion in completions]
     for number, group in enumerate(groups):
         num_prompt = len(prompts[group[0]])
         assert num_prompt, "the first token of a completion needs one before it"
@@ -114,13 +114,11 @@ def lay_out(
             predictors[row] = [*first, *range(start, start + num_tokens - 1)]
             positions[-1] += range(num_prompt, num_prompt + num_tokens)
             segments[-1] += [segment] * num_tokens
-    padded = pad(predictors, 0, dtype=torch.long)
-    width = max(len(completion) for completion in completions)
     return Sequences(
         ids=pad(ids, pad_token_id, dtype=torch.long),
         positions=pad(positions, 0, dtype=torch.long),
         segments=pad(segments, -1, dtype=torch.long),
-        predictors=torch.nn.functional.pad(padded, (0, width - padded.shape[1])),
+        predictors=pad(predictors, 0, dtype=torch.long),
         is_shared=any(len(group) > 1 for group in groups),
     )
 

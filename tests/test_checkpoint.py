@@ -112,6 +112,16 @@ def test_a_checkpoint_of_another_library_is_refused_with_the_way_out(
         build(make_trainer, {}, tmp_path / "run", max_steps=2).train(resume_from_checkpoint=True)
 
 
+@pytest.mark.parametrize("name", ["rank0.pt", "teacher.safetensors"])
+def test_a_checkpoint_that_lost_a_file_is_called_damaged(
+    make_trainer: TrainerFactory, tmp_path: Path, name: str
+) -> None:
+    build(make_trainer, {}, tmp_path / "run", max_steps=1).train()
+    (tmp_path / "run" / "checkpoint-1" / "sdpo" / name).unlink()
+    with pytest.raises(ValueError, match=f"{name} is missing: the checkpoint is damaged"):
+        build(make_trainer, {}, tmp_path / "run", max_steps=2).train(resume_from_checkpoint=True)
+
+
 def test_other_settings_that_would_change_the_run_are_refused(make_trainer: TrainerFactory, tmp_path: Path) -> None:
     build(make_trainer, {}, tmp_path / "run", max_steps=1).train()
     other = build(make_trainer, {"gradient_accumulation_steps": 2}, tmp_path / "run", max_steps=2)
