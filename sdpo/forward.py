@@ -6,18 +6,19 @@ The backbone runs once over the sequences; what the output head makes of its hid
 from __future__ import annotations
 
 import inspect
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from accelerate.utils import is_peft_model
 from torch import Tensor, nn
 
+from sdpo.chunk import Taught, TokenValues
 from sdpo.collate import lay_out
 from sdpo.heads import AFTER_HEAD, Head, find_head
-from sdpo.token_values import Taught, TokenValues, token_values
-from sdpo.types import ObjectiveSettings, Sequences, TokenTerms, TrainingBatch
+from sdpo.token_values import Slopes, token_values
+from sdpo.types import LossTerms, ObjectiveSettings, Sequences, TokenTerms, TrainingBatch
 
 
 @torch.no_grad()
@@ -49,24 +50,47 @@ def check_head(model: Any) -> None:
         )
 
 
+class _Tap:
+    """Takes what goes into an output head, and lets one position of it through, while it is open.
+
+    It stays on the module: a hook that comes and goes makes `torch.compile` start anew each time.
+    """
+
+    def __init__(self) -> None:
+        self.is_open = False
+        self.taken: Tensor | None = None
+
+    def __call__(self, _: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        if not self.is_open:
+            return args
+        self.taken = args[0]
+        return (args[0][:1, -1:], *args[1:])
+
+    @classmethod
+    def on(cls, module: nn.Module) -> _Tap:
+        """The tap of this module, put there at the first call."""
+        for hook in module._forward_pre_hooks.values():
+            if isinstance(hook, cls):
+                return hook
+        tap = cls()
+        module.register_forward_pre_hook(tap)
+        return tap
+
+
 def hidden_states(model: nn.Module, sequences: Sequences, *, head: Head) -> Tensor:
     """(S * L, H) inputs of the output head. `model` may be wrapped (DDP, ...); the head runs on one token only."""
-    captured: list[Tensor] = []
-
-    def keep(_: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        captured.append(args[0])
-        return (args[0][:, -1:], *args[1:])
-
     # Positions count from 0 by default, which is right for a sequence that starts with its prompt.
     inputs = {"position_ids": sequences.positions} if sequences.is_shared else {}
     mask = attention_mask(sequences, dtype=head.module.weight.dtype)
-    handle = head.module.register_forward_pre_hook(keep)
+    tap = _Tap.on(head.module)
+    tap.is_open = True
     try:
         model(input_ids=sequences.ids, attention_mask=mask, use_cache=False, **inputs)
+        assert tap.taken is not None, "the model did not call its output head"
+        # Prompt tuning puts tokens of its own before the sequence; they predict nothing here.
+        return tap.taken[:, -sequences.ids.shape[1] :].flatten(0, 1)
     finally:
-        handle.remove()
-    # Prompt tuning puts tokens of its own before the sequence; they predict nothing here.
-    return captured[0][:, -sequences.ids.shape[1] :].flatten(0, 1)
+        tap.is_open, tap.taken = False, None
 
 
 def attention_mask(sequences: Sequences, *, dtype: torch.dtype) -> Tensor:
@@ -151,44 +175,102 @@ class TokenIndex:
 @torch.no_grad()
 def completion_logps(model: nn.Module, head: Head, batch: TrainingBatch, settings: ObjectiveSettings) -> Tensor:
     """(B, T) log-probs of the tokens that some loss trains on, no gradient, 0 elsewhere."""
+    return _logps(head, hidden_states(model, batch.student, head=head), batch, settings)
+
+
+@torch.no_grad()
+def _logps(head: Head, student: Tensor, batch: TrainingBatch, settings: ObjectiveSettings) -> Tensor:
+    """The same, of hidden states (S * L, H)."""
     index = TokenIndex.of(batch.policy_mask | batch.distillation_mask)
-    hidden = hidden_states(model, batch.student, head=head)[index.of_grid(batch.student.predictors)]
-    return index.spread(token_values(head, hidden, index.of_grid(batch.completion_ids), [], settings).logps)
+    hidden = student[index.of_grid(batch.student.predictors)]
+    values, _ = token_values(head, hidden, index.of_grid(batch.completion_ids), [], settings)
+    return index.spread(values.logps)
 
 
-def token_terms(
+Loss = Callable[[TokenTerms], LossTerms]
+
+
+def token_loss(
     model: nn.Module,
     head: Head,
     batch: TrainingBatch,
     settings: ObjectiveSettings,
+    loss: Loss,
     *,
     teacher: Sequence[tuple[nn.Module, float]],
-) -> TokenTerms:
-    """Per-token values of every token that some term trains on.
+) -> tuple[LossTerms, TokenTerms]:
+    """`loss` of this microbatch with its gradient, and the per-token values it is made of, which have none.
 
+    What a token adds to the gradient may depend on its own terms; on those of its row only as `couples_tokens` says.
     `teacher`: modules and shares, the teacher's logits being the sum of share * logits; none where nothing is
     distilled. Their forward has no gradient.
     """
     student = hidden_states(model, batch.student, head=head)
+    if couples_tokens(batch, settings):
+        known = _logps(head, student, batch, settings)
+    else:
+        known = (
+            torch.zeros_like(batch.completion_ids, dtype=torch.float32) if batch.old_logps is None else batch.old_logps
+        )
+    taught_mask = batch.distillation_mask if teacher else torch.zeros_like(batch.distillation_mask)
+    parts = []
+    if teacher:
+        index = TokenIndex.of(taught_mask)
+        predictors = index.of_grid(batch.teacher.predictors)
+        heads = [find_head(part) for part, _ in teacher]
+        taught = [
+            Taught(part_head, share, _read(part, batch.teacher, head=part_head)[predictors])
+            for part_head, (part, share) in zip(heads, teacher, strict=True)
+        ]
+        parts.append((index, taught))
+    if settings.weight < 1:  # tokens that only the policy term trains on
+        parts.append((TokenIndex.of(batch.policy_mask & ~taught_mask), []))
 
-    def compute(index: TokenIndex, taught: list[Taught]) -> TokenValues:
-        hidden = student[index.of_grid(batch.student.predictors)]
-        return token_values(head, hidden, index.of_grid(batch.completion_ids), taught, settings)
-
-    index = TokenIndex.of(batch.distillation_mask if teacher else batch.policy_mask)
-    predictors = index.of_grid(batch.teacher.predictors)
-    taught = []
-    for part, share in teacher:
-        part_head = find_head(part)
-        taught.append(Taught(part_head, share, _read(part, batch.teacher, head=part_head)[predictors]))
-    values = [None if v is None else index.spread(v) for v in compute(index, taught)]
-    logps, entropy, distance, credit = values
+    grids, anchors = [], []
+    for index, taught in parts:
+        hidden, ids = student[index.of_grid(batch.student.predictors)], index.of_grid(batch.completion_ids)
+        slopes = _slopes(loss, index, known)
+        values, anchor = token_values(head, hidden, ids, taught, settings, slopes=slopes)
+        grids.append([None if value is None else index.spread(value) for value in values])
+        anchors.append(anchor)
+    logps, entropy, distance, credit = (_total(column) for column in zip(*grids, strict=True))
     assert logps is not None and entropy is not None
-    if teacher and settings.weight < 1:  # tokens that only the policy term trains on
-        rest = TokenIndex.of(batch.policy_mask & ~batch.distillation_mask)
-        others = compute(rest, [])
-        logps, entropy = logps + rest.spread(others.logps), entropy + rest.spread(others.entropy)
-    return TokenTerms(logps, entropy, distance, credit)
+    terms = TokenTerms(logps, entropy, distance, credit)
+    found = loss(terms)
+    return replace(found, loss=found.loss + sum(anchors)), terms
+
+
+def couples_tokens(batch: TrainingBatch, settings: ObjectiveSettings) -> bool:
+    """Whether a token's gradient depends on the log-probs of its row: a ratio of the whole sequence does that."""
+    return settings.importance_sampling_level == "sequence" and batch.old_logps is not None
+
+
+def _slopes(loss: Loss, index: TokenIndex, known: Tensor) -> Slopes:
+    """What a chunk of the tokens of `index` adds to the loss, differentiated; `known` (B, T): log-probs elsewhere."""
+
+    def slopes(rows: slice, values: TokenValues) -> tuple[Tensor | None, Tensor | None]:
+        part = TokenIndex(index.rows[rows], index.columns[rows], index.shape)
+        with torch.enable_grad():
+            logps = values.logps.detach().requires_grad_()
+            distance = None if values.divergence is None else values.divergence.detach().requires_grad_()
+            terms = TokenTerms(
+                logps=known.index_put((part.rows, part.columns), logps),
+                entropy=part.spread(values.entropy),
+                divergence=known.new_zeros(known.shape) if distance is None else part.spread(distance),
+                credit=None,
+            )
+            total = loss(terms).loss
+            leaves = [logps] if distance is None else [logps, distance]
+            found = torch.autograd.grad(total, leaves, allow_unused=True)
+        return found[0], found[1] if len(found) > 1 else None
+
+    return slopes
+
+
+def _total(grids: Sequence[Tensor | None]) -> Tensor | None:
+    """Sum of the (B, T) tensors that there are."""
+    present = [grid for grid in grids if grid is not None]
+    return torch.stack(present).sum(0) if present else None
 
 
 @torch.no_grad()

@@ -11,15 +11,21 @@ from torch import Tensor, nn
 
 
 class After(NamedTuple):
-    """What a family does to the head's output, and the derivative of that as a function of its result."""
+    """What a family does to the head's output, and the derivative of that as a function of its result.
+
+    `is_curved`: the derivative depends on the result.
+    """
 
     apply: Callable[[Tensor, float], Tensor]
-    derivative: Callable[[Tensor, float], Tensor | float]
+    derivative: Callable[[Any, float], Any]
+    is_curved: bool = False
 
 
 IDENTITY = After(lambda logits, _: logits, lambda _, __: 1.0)
 # By the config field that holds the number (Gemma; Cohere; Granite; Falcon-H1).
-CAPPED = After(lambda logits, cap: torch.tanh(logits / cap) * cap, lambda capped, cap: 1 - (capped / cap).square())
+CAPPED = After(
+    lambda logits, cap: torch.tanh(logits / cap) * cap, lambda capped, cap: 1 - (capped / cap).square(), True
+)
 SCALED = After(lambda logits, scale: logits * scale, lambda _, scale: scale)
 DIVIDED = After(lambda logits, scale: logits / scale, lambda _, scale: 1 / scale)
 AFTER_HEAD = {
@@ -38,9 +44,17 @@ class Head:
     after: After = IDENTITY
     number: float = 1.0
 
-    def logits(self, hidden: Tensor, temperature: float) -> Tensor:
-        """(N, V) logits / temperature in fp32."""
-        logits = self.after.apply(self.module(hidden), self.number).float()
+    def logits(self, hidden: Tensor, temperature: float, *, out: Tensor | None = None) -> Tensor:
+        """(N, V) logits / temperature in fp32. `out` (N, V): memory for them, used where that is possible."""
+        weight = self.module.weight
+        is_narrow = weight.dtype != torch.float32 or torch.is_autocast_enabled(weight.device.type)
+        if out is None or is_narrow or not self.is_plain or torch.is_grad_enabled():
+            output = self.module(hidden)
+        elif self.module.bias is None:
+            output = torch.mm(hidden, weight.T, out=out)
+        else:
+            output = torch.addmm(self.module.bias, hidden, weight.T, out=out)
+        logits = self.after.apply(output, self.number).float()
         return logits if temperature == 1.0 else logits / temperature
 
     @property

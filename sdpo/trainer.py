@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -322,10 +323,9 @@ class SDPOTrainer(CheckpointedTrainer):
         if return_outputs:
             raise ValueError("SDPOTrainer returns a loss only; there are no outputs to return.")
         settings = self.args.objective
-        head = find_head(self.accelerator.unwrap_model(model))
-        parts = self.teacher.parts if self.teacher is not None else []
-        terms = forward.token_terms(model, head, inputs, settings, teacher=parts)
-        loss = objective(terms, inputs, settings)
+        head, parts = find_head(self.accelerator.unwrap_model(model)), self.teacher.parts if self.teacher else []
+        loss_of = partial(objective, batch=inputs, settings=settings)
+        loss, _ = forward.token_loss(model, head, inputs, settings, loss_of, teacher=parts)
         self.metrics["train" if model.training else "eval"].add_all(loss.sums)
         # The wrapper averages gradients over ranks, and the counts are already those of all ranks.
         return loss.loss * self.accelerator.num_processes

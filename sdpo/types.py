@@ -271,9 +271,10 @@ class Block:
 class TokenTerms:
     """Per-token values of one microbatch, each (B, T), fp32, in nats, 0 where the token is in no loss.
 
-    logps: log-prob of the sampled token under the student, with gradient. divergence: distance of student and teacher
-    on the support, with gradient; None where the distillation weight is 0. entropy: of the student, no gradient.
-    credit: log teacher - log student of the sampled token, no gradient; None where there is no teacher.
+    logps: log-prob of the sampled token under the student. divergence: distance of student and teacher on the
+    support; None where the distillation weight is 0. entropy: of the student. credit: log teacher - log student of
+    the sampled token; None where there is no teacher, or where it is read on a support alone. What a loss does with
+    logps and divergence is differentiated.
     """
 
     logps: Tensor

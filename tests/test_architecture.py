@@ -23,6 +23,7 @@ LAYERS = (
         "rewards",
         "collate",
         "heads",
+        "chunk",
         "token_values",
         "forward",
         "teacher",
@@ -42,7 +43,10 @@ SAME_LAYER = {
     ("forward", "collate"),  # the layout it tries the model on
     ("forward", "heads"),
     ("forward", "token_values"),
+    ("forward", "chunk"),
+    ("token_values", "chunk"),
     ("token_values", "heads"),
+    ("chunk", "heads"),
 }
 CONFIG = {"sdpo.config", "sdpo.config_rules", "sdpo.presets"}
 # What a unit must not import although its layer would allow it.

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+import plain
 import pytest
 import torch
 from conftest import make_model
@@ -25,27 +26,13 @@ from transformers import (
     MambaForCausalLM,
 )
 
-from sdpo import forward, heads, token_values
+from sdpo import chunk as chunk_module
+from sdpo import forward, heads
 from sdpo.collate import pad, sequences
 from sdpo.heads import find_head
-from sdpo.losses import divergence as dv
-from sdpo.types import ObjectiveSettings, TrainingBatch
+from sdpo.types import LossTerms, TokenTerms, TrainingBatch
 
-SETTINGS = ObjectiveSettings(
-    loss_type="dapo",
-    max_completion_length=8,
-    temperature=0.7,
-    beta=0.0,
-    epsilon=0.2,
-    epsilon_high=0.2,
-    importance_sampling_level="token",
-    weight=1.0,
-    alpha=1.0,
-    mode="sampled_token",
-    topk=None,
-    is_clip=None,
-    add_tail=False,
-)
+SETTINGS = replace(plain.SETTINGS, temperature=0.7, mode="sampled_token")
 
 
 def make_batch(*, share: bool = True, num_tokens: int = 40) -> tuple[TrainingBatch, Any]:
@@ -73,6 +60,11 @@ def make_batch(*, share: bool = True, num_tokens: int = 40) -> tuple[TrainingBat
     ), (prompts, teacher_prompts, completions)
 
 
+def total(terms: TokenTerms) -> LossTerms:
+    """The plainest loss that has a gradient through everything."""
+    return LossTerms(terms.divergence.sum() + terms.logps.sum(), {})
+
+
 def plain_logits(model: nn.Module, prompts: Any, completions: Any) -> Tensor:
     """(B, T, V) logits / temperature, each row alone and unpadded."""
     width = max(map(len, completions))
@@ -82,23 +74,6 @@ def plain_logits(model: nn.Module, prompts: Any, completions: Any) -> Tensor:
         logits = model(input_ids=own, use_cache=False).logits[0, len(prompt) - 1 : -1].float() / SETTINGS.temperature
         rows.append(nn.functional.pad(logits, (0, 0, 0, width - logits.shape[0])))
     return torch.stack(rows)
-
-
-def plain_divergence(student: Tensor, teacher: Tensor, batch: TrainingBatch, settings: ObjectiveSettings) -> Tensor:
-    student, teacher = student.log_softmax(-1), teacher.log_softmax(-1)
-    if settings.mode == "sampled_token":
-        ids = batch.completion_ids.unsqueeze(-1)
-        return dv.sampled_token_kl(student.gather(-1, ids).squeeze(-1), teacher.gather(-1, ids).squeeze(-1))
-    if settings.topk is not None:
-        support = student.topk(settings.topk, -1).indices
-        views = [logps.gather(-1, support) for logps in (student, teacher)]
-        if settings.add_tail:
-            outside = torch.ones_like(student, dtype=torch.bool).scatter(-1, support, False)
-            tails = [x.masked_fill(~outside, -torch.inf).logsumexp(-1, keepdim=True) for x in (student, teacher)]
-            student, teacher = (torch.cat([v, t], -1) for v, t in zip(views, tails, strict=True))
-        else:
-            student, teacher = (view.log_softmax(-1) for view in views)
-    return dv.divergence(student, teacher, alpha=settings.alpha)
 
 
 MODES = [
@@ -129,7 +104,7 @@ def test_values_and_gradients_equal_the_plain_ones_in_every_mode(
     weight: float,
     is_plain: bool,
 ) -> None:
-    monkeypatch.setattr(token_values, "CPU_CHUNK", chunk * len(tokenizer))
+    monkeypatch.setattr(chunk_module, "CPU_CHUNK", chunk * len(tokenizer))
     monkeypatch.setattr(heads.Head, "is_plain", property(lambda _: is_plain))
     settings = replace(SETTINGS, mode=mode, topk=topk, add_tail=add_tail, alpha=alpha, weight=weight)
     batch, (prompts, teacher_prompts, completions) = make_batch(share=share)
@@ -138,7 +113,7 @@ def test_values_and_gradients_equal_the_plain_ones_in_every_mode(
 
     student_logits = plain_logits(model, prompts, completions)
     teacher_logits = plain_logits(teacher, teacher_prompts, completions)
-    expected = plain_divergence(student_logits, teacher_logits, batch, settings) * mask
+    expected = plain.distillation(student_logits, teacher_logits, batch.completion_ids, settings) * mask
     trained = mask | batch.policy_mask if weight < 1 else mask
     logps = student_logits.log_softmax(-1)
     chosen = logps.gather(-1, batch.completion_ids.unsqueeze(-1)).squeeze(-1)
@@ -147,9 +122,13 @@ def test_values_and_gradients_equal_the_plain_ones_in_every_mode(
     gradients = [p.grad.clone() for p in model.parameters()]
     model.zero_grad()
 
+    def loss(terms: TokenTerms) -> LossTerms:
+        policy = (of_policy * trained * terms.logps).sum() if weight < 1 else 0.0
+        return LossTerms((terms.divergence.sum() + policy) / mask.sum(), {})
+
     head = find_head(model)
-    terms = forward.token_terms(model, head, batch, settings, teacher=[(teacher, 1.0)])
-    ((terms.divergence.sum() + (of_policy * terms.logps).sum() * (weight < 1)) / mask.sum()).backward()
+    found, terms = forward.token_loss(model, head, batch, settings, loss, teacher=[(teacher, 1.0)])
+    found.loss.backward()
     assert (terms.divergence - expected).abs().max() < 1e-5
     for parameter, gradient in zip(model.parameters(), gradients, strict=True):
         assert (parameter.grad - gradient).abs().max() < 1e-5
@@ -174,7 +153,7 @@ def test_a_trust_region_is_the_softmax_of_mixed_logits_in_every_mode(
     is_plain: bool,
 ) -> None:
     """softmax((1 - r) z_initial + r z_current) with r = 0.3, temperature 0.7; the current policy is the student."""
-    monkeypatch.setattr(token_values, "CPU_CHUNK", 3 * len(tokenizer))
+    monkeypatch.setattr(chunk_module, "CPU_CHUNK", 3 * len(tokenizer))
     monkeypatch.setattr(heads.Head, "is_plain", property(lambda _: is_plain))
     settings = replace(SETTINGS, mode=mode, topk=topk, add_tail=add_tail, alpha=alpha)
     batch, (prompts, teacher_prompts, completions) = make_batch()
@@ -184,9 +163,10 @@ def test_a_trust_region_is_the_softmax_of_mixed_logits_in_every_mode(
             share * plain_logits(part, teacher_prompts, completions)
             for part, share in ((initial, 0.7), (student, 0.3))
         )
-        expected = plain_divergence(plain_logits(student, prompts, completions), mixed, batch, settings)
+        own = plain_logits(student, prompts, completions)
+        expected = plain.distillation(own, mixed, batch.completion_ids, settings)
     parts = [(initial, 0.7), (student, 0.3)]
-    terms = forward.token_terms(student, find_head(student), batch, settings, teacher=parts)
+    _, terms = forward.token_loss(student, find_head(student), batch, settings, total, teacher=parts)
     assert terms.divergence is not None
     assert (terms.divergence - expected * batch.distillation_mask).abs().max() < 1e-5
 
@@ -198,8 +178,8 @@ def test_nothing_to_train_on_gives_zero_gradients_not_none(tokenizer: Any) -> No
     model = make_model(tokenizer)
     teacher = make_model(tokenizer, seed=1)
     for settings in (SETTINGS, replace(SETTINGS, mode="topk_logits", topk=5, add_tail=True)):
-        terms = forward.token_terms(model, find_head(model), batch, settings, teacher=[(teacher, 1.0)])
-        (terms.divergence.sum() + terms.logps.sum()).backward()
+        found, _ = forward.token_loss(model, find_head(model), batch, settings, total, teacher=[(teacher, 1.0)])
+        found.loss.backward()
         assert all(p.grad is not None and not p.grad.any() for p in model.parameters())
         assert all(p.grad is None for p in teacher.parameters())
 
@@ -295,13 +275,13 @@ def test_a_model_that_changes_its_logits_in_an_unknown_way_is_refused(tokenizer:
 def test_no_tensor_of_all_tokens_times_the_vocabulary_is_made(tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """The largest tensor with a vocabulary dimension has one chunk's tokens."""
     vocabulary = len(tokenizer)
-    monkeypatch.setattr(token_values, "CPU_CHUNK", 2 * vocabulary)
+    monkeypatch.setattr(chunk_module, "CPU_CHUNK", 2 * vocabulary)
     seen: list[int] = []
     original = heads.Head.logits
 
-    def spy(self: heads.Head, hidden: Tensor, temperature: float) -> Tensor:
+    def spy(self: heads.Head, hidden: Tensor, temperature: float, **memory: Any) -> Tensor:
         seen.append(hidden.shape[0])
-        return original(self, hidden, temperature)
+        return original(self, hidden, temperature, **memory)
 
     monkeypatch.setattr(heads.Head, "logits", spy)
     largest = 0
@@ -322,8 +302,8 @@ def test_no_tensor_of_all_tokens_times_the_vocabulary_is_made(tokenizer: Any, mo
     batch = replace(batch, policy_mask=torch.zeros_like(batch.policy_mask))
     settings = replace(SETTINGS, mode="full_logits", alpha=0.5)
     with Watch():
-        terms = forward.token_terms(model, find_head(model), batch, settings, teacher=[(teacher, 1.0)])
-        terms.divergence.sum().backward()
+        found, _ = forward.token_loss(model, find_head(model), batch, settings, total, teacher=[(teacher, 1.0)])
+        found.loss.backward()
     seen = [number for number in seen if number]
-    assert max(seen) == 2 and len(seen) == 3 * 3 + 3  # 6 tokens in 3 chunks: student and teacher, twice
-    assert largest <= 3  # the head runs on the last position of each of the 3 rows inside the model's own forward
+    assert max(seen) == 2 and len(seen) == 3 * 2  # 6 tokens in 3 chunks: student and teacher, once
+    assert largest == 2  # inside the model's own forward the head runs on one position

@@ -1,9 +1,9 @@
 """Distances of a student S and a teacher T, per token, in nats.
 
-Every distance takes two aligned log-prob tensors over one support and returns one value a token, unreduced. The
-support is the vocabulary, the top k ids renormalized or with one more bucket for the rest, or the single sampled
-token. Where the log-probs came from is the caller's business. Half precision is computed in fp32; fp32 and fp64 stay
-as they are. No gradient reaches the teacher.
+A distance takes two aligned log-prob tensors over one support and returns one value a token, unreduced, together with
+its derivative. The support is the vocabulary, or the top k ids, renormalized or with one more bucket for the rest.
+Where the log-probs came from is the caller's business. Half precision is computed in fp32; fp32 and fp64 stay as they
+are. No gradient reaches the teacher.
 
 A bucket without mass adds nothing to an expectation over it (0 log 0 = 0). Log-probs of masked positions can be
 anything, NaN included: pass them through `masked` first, since a `torch.where` after the logarithm is too late for the
@@ -34,68 +34,40 @@ def _aligned(student_logps: Tensor, teacher_logps: Tensor) -> tuple[Tensor, Tens
 
 def _kl(p_logps: Tensor, q_logps: Tensor) -> Tensor:
     """KL(P||Q) (...) in nats of two log-probs (..., K): sum_k p_k (log p_k - log q_k)."""
-    # Where p underflows, p (log p - log q) would be 0 * inf, in the value or in the gradient. With both logs at 0 the
-    # bucket adds 1 * (0 - 0).
+    # Where p underflows, p (log p - log q) would be 0 * inf. With both logs at 0 the bucket adds 1 * (0 - 0).
     has_mass = p_logps > math.log(torch.finfo(p_logps.dtype).tiny)
     p_logps = torch.where(has_mass, p_logps, 0.0)
     q_logps = torch.where(has_mass, q_logps, 0.0)
     return (p_logps.exp() * (p_logps - q_logps)).sum(dim=-1)
 
 
-def forward_kl(student_logps: Tensor, teacher_logps: Tensor) -> Tensor:
-    """KL(T||S) per token (...), in nats, of log-probs (..., K).
+def divergence_and_slope(
+    student_logps: Tensor, teacher_logps: Tensor, student_probs: Tensor, *, alpha: float
+) -> tuple[Tensor, Tensor]:
+    """Divergence D per token (...), in nats, and p dD/dp by outcome (..., K), up to a multiple of p.
 
-    Its gradient with respect to the student's logits is p_s - p_t.
+    log p and log q (..., K) are the log-probs of student and teacher, p (..., K) those of the student without the log.
+
+    `alpha` 0: KL(T||S). 1: KL(S||T), one summand of eq. 1 of arXiv 2601.20802. a strictly between: the generalized
+    Jensen-Shannon divergence of arXiv 2306.13649, (1 - a) KL(S||M) + a KL(T||M) with M = (1 - a) S + a T. It lies
+    between 0 and the entropy of a coin of bias a, at most log 2. It tends to 0 at both ends, not to a KL: D / a tends
+    to KL(T||S) for a -> 0, and D / (1 - a) tends to KL(S||T) for a -> 1. A small `alpha` therefore also scales the
+    loss down.
+
+    The slope is -q for KL(T||S), p log(p / q) for KL(S||T), and between them (1 - a) p log(p / m). The gradient of D
+    with respect to logits of which p is the softmax is the slope less p times its sum over the outcomes, in which any
+    multiple of p cancels: p - q and p (log(p / q) - D) for the two KL. The slope is 0 at an outcome that S lacks,
+    except under KL(T||S), which is infinite where T has it.
     """
     student_logps, teacher_logps = _aligned(student_logps, teacher_logps)
-    return _kl(teacher_logps, student_logps)
-
-
-def reverse_kl(student_logps: Tensor, teacher_logps: Tensor) -> Tensor:
-    """KL(S||T) per token (...), in nats, of log-probs (..., K): one summand of eq. 1 of arXiv 2601.20802.
-
-    Its gradient with respect to the student's logits is p_s (log p_s - log p_t - KL(S||T)).
-    """
-    student_logps, teacher_logps = _aligned(student_logps, teacher_logps)
-    return _kl(student_logps, teacher_logps)
-
-
-def jensen_shannon(student_logps: Tensor, teacher_logps: Tensor, *, alpha: float) -> Tensor:
-    """(1 - a) KL(S||M) + a KL(T||M) per token (...), in nats, with M = (1 - a) S + a T, of log-probs (..., K).
-
-    The generalized Jensen-Shannon divergence of arXiv 2306.13649, for `alpha` a strictly between 0 and 1. It lies
-    between 0 and the entropy of a coin of bias a, at most log 2. It tends to 0 at both ends, not to a KL:
-    D / a tends to KL(T||S) for a -> 0, and D / (1 - a) tends to KL(S||T) for a -> 1. A small `alpha` therefore also
-    scales the loss down.
-    """
-    student_logps, teacher_logps = _aligned(student_logps, teacher_logps)
-    # logaddexp(-inf, -inf) has a NaN gradient; the lowest finite number stands for the student's "no mass" instead.
-    finite_logps = student_logps.clamp(min=torch.finfo(student_logps.dtype).min)
-    mixture_logps = torch.logaddexp(finite_logps + math.log1p(-alpha), teacher_logps + math.log(alpha))
-    return (1 - alpha) * _kl(student_logps, mixture_logps) + alpha * _kl(teacher_logps, mixture_logps)
-
-
-def divergence(student_logps: Tensor, teacher_logps: Tensor, *, alpha: float) -> Tensor:
-    """The divergence that `alpha` names, per token (...), in nats, of log-probs (..., K).
-
-    0: KL(T||S). 1: KL(S||T). Between: the Jensen-Shannon form, which does not meet either at its ends.
-    """
-    if alpha == 0:
-        return forward_kl(student_logps, teacher_logps)
-    if alpha == 1:
-        return reverse_kl(student_logps, teacher_logps)
-    return jensen_shannon(student_logps, teacher_logps, alpha=alpha)
-
-
-def sampled_token_kl(student_logp: Tensor, teacher_logp: Tensor) -> Tensor:
-    """Estimate log s - log t of KL(S||T) per token (...), in nats, from the log-probs (...) of a token drawn from S.
-
-    Value and gradient are both unbiased. The gradient is (log s - log t) d log s, the score-function estimator:
-    differentiating the value alone would give d log s, whose expectation is 0.
-    """
-    student_logp, teacher_logp = _aligned(student_logp, teacher_logp)
-    gap = (student_logp - teacher_logp).detach()
-    return gap + gap * (student_logp - student_logp.detach())
+    if alpha == 0.0:
+        return _kl(teacher_logps, student_logps), -teacher_logps.exp()
+    if alpha == 1.0:
+        slope = torch.where(student_probs > 0, student_probs * (student_logps - teacher_logps), 0.0)
+        return slope.sum(-1), slope
+    mixture_logps = torch.logaddexp(student_logps + math.log1p(-alpha), teacher_logps + math.log(alpha))
+    slope = torch.where(student_probs > 0, (1 - alpha) * student_probs * (student_logps - mixture_logps), 0.0)
+    return slope.sum(-1) + alpha * _kl(teacher_logps, mixture_logps), slope
 
 
 def renormalize(logps: Tensor) -> Tensor:
@@ -140,21 +112,3 @@ def importance_weight(logps: Tensor, old_logps: Tensor, *, cap: float) -> Tensor
     the whole loss, and not below.
     """
     return (_upcast(logps.detach()) - _upcast(old_logps.detach())).exp().clamp(max=cap)
-
-
-def weighted_slope(student_logps: Tensor, teacher_logps: Tensor, *, alpha: float) -> Tensor:
-    """p dD/dp, by outcome (..., K), of the divergence D at the student's probabilities p, up to a multiple of p.
-
-    The gradient of D with respect to logits of which p is the softmax is this less p times its sum over the outcomes,
-    in which the multiple of p cancels. Forward KL: -q for the teacher's q. Reverse KL: p log(p / q). Between them:
-    (1 - alpha) p log(p / m), m = (1 - alpha) p + alpha q; derived from `divergence`. An outcome of mass 0 gives 0.
-    """
-    student_logps, teacher_logps = _aligned(student_logps, teacher_logps)
-    if alpha == 0.0:
-        return -teacher_logps.exp()
-    other, factor = teacher_logps, 1.0
-    if alpha < 1.0:
-        other = torch.logaddexp(student_logps + math.log1p(-alpha), teacher_logps + math.log(alpha))
-        factor = 1.0 - alpha
-    probs = student_logps.exp()
-    return torch.where(probs > 0, factor * probs * (student_logps - other), 0.0)

@@ -1,10 +1,12 @@
 """Time and memory of a step, beside `trl.experimental.sdpo`, in one run.
 
-    python tests/benchmarks/bench.py [--repeats 5] [--cases bigvocab-topk ...] [--scaling]
+    python tests/benchmarks/bench.py [--repeats 5] [--cases bigvocab-topk ...] [--scaling | --options]
 
 Each measurement is a process of its own; the two libraries take turns, with the same model, seed, prompts and
-completion lengths. Times are CPU seconds a step on one thread, medians over the repeats; memory is the peak over what
-the built trainer holds. `--scaling` varies tokens, vocabulary and the share of active rows for this library alone.
+completion lengths. Times are CPU seconds a step on one thread, medians over the repeats. Memory is the peak of a step
+over what the trainer holds between two steps (weights, teacher, the optimizer's state); "over built" also counts the
+optimizer's state, which the first step makes. `--scaling` varies tokens, vocabulary and the share of active rows, and
+`--options` precision, checkpointing and compilation, for this library alone.
 """
 
 from __future__ import annotations
@@ -41,7 +43,11 @@ SCALING = [
     *({"vocabulary": vocabulary, "mode": "full_logits"} for vocabulary in (32_000, 152_000, 256_000)),
     *({"vocabulary": 32_000, "mode": "sampled_token", "active": active} for active in (0.25, 0.5, 1.0)),
 ]
-STEPS = 3  # the first is left out
+OPTIONS = [
+    {"vocabulary": 32_000, "mode": "sampled_token", "tokens": 256, "options": options}
+    for options in ({}, {"bf16": True}, {"gradient_checkpointing": True}, {"torch_compile": True})
+]
+STEPS = 4
 
 
 def rss() -> float:
@@ -103,6 +109,7 @@ def worker(package: str, case: dict[str, Any]) -> dict[str, float]:
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     args = module.SDPOConfig(
+        **{"gradient_checkpointing": False, "bf16": False, **case.get("options", {})},
         output_dir=folder,
         per_device_train_batch_size=16 if active < 1 else 8,
         num_generations=4,
@@ -111,15 +118,12 @@ def worker(package: str, case: dict[str, Any]) -> dict[str, float]:
         distillation_mode=case["mode"],
         distillation_topk=100 if case["mode"] == "topk_logits" else None,
         distillation_alpha=1.0,
-        generation_kwargs={"min_new_tokens": tokens},
-        gradient_checkpointing=False,
         learning_rate=1e-5,
         logging_steps=1,
         save_strategy="no",
         use_cpu=True,
         disable_tqdm=True,
         report_to="none",
-        bf16=False,
         seed=0,
     )
     prompts = [" ".join(f"w{3 + (i * 7 + j) % 1000}" for j in range(32)) for i in range(8)]
@@ -143,20 +147,28 @@ def worker(package: str, case: dict[str, Any]) -> dict[str, float]:
         return result
 
     setattr(owner, name, timed)
-    marks: list[tuple[float, float]] = []
+    marks: list[tuple[float, float, float]] = []
 
     class Clock(TrainerCallback):
         def on_step_end(self, *_: Any, **__: Any) -> None:
-            marks.append((time.process_time(), sampling))
+            marks.append((time.process_time(), sampling, rss()))
+            if len(marks) == 1:
+                Path("/proc/self/clear_refs").write_text("5")  # the peak counts from here
 
     trainer.add_callback(Clock())
     built = rss()
-    Path("/proc/self/clear_refs").write_text("5")
     trainer.train()
     number = len(marks) - 1
     whole = (marks[-1][0] - marks[0][0]) / number
     drawn = (marks[-1][1] - marks[0][1]) / number
-    return {"step": whole, "sampling": drawn, "rest": whole - drawn, "memory": peak_rss() - built}
+    peak = peak_rss()
+    return {
+        "step": whole,
+        "sampling": drawn,
+        "rest": whole - drawn,
+        "memory": peak - marks[0][2],
+        "over built": peak - built,
+    }
 
 
 def measure(package: str, case: dict[str, Any]) -> dict[str, float]:
@@ -182,9 +194,9 @@ def compare(names: list[str], repeats: int) -> None:
             for package, found in runs.items():
                 found.append(measure(package, CASES[name]))
         peer, ours = (medians(found) for found in runs.values())
-        for figure in ("step", "sampling", "rest", "memory"):
+        for figure in ("step", "sampling", "rest", "memory", "over built"):
             limit = TARGETS.get(name, {}).get(figure, "")
-            unit = "MB" if figure == "memory" else "s"
+            unit = "MB" if figure in ("memory", "over built") else "s"
             ratio = ours[figure] / peer[figure]
             print(
                 f"| {name} | {figure}, {unit} | {peer[figure]:.2f} | {ours[figure]:.2f} | {ratio:.2f} | {limit} |",
@@ -192,11 +204,12 @@ def compare(names: list[str], repeats: int) -> None:
             )
 
 
-def scale(repeats: int) -> None:
-    print("| vocabulary | mode | tokens | active | rest, s | memory, MB |\n|---|---|---|---|---|---|")
-    for case in SCALING:
+def vary(cases: list[dict[str, Any]], repeats: int) -> None:
+    print("| vocabulary | mode | tokens | active | options | rest, s | memory, MB |\n|---|---|---|---|---|---|---|")
+    for case in cases:
         found = medians([measure("sdpo", case) for _ in range(repeats)])
-        shown = (case["vocabulary"], case["mode"], case.get("tokens", 64), case.get("active", 1.0))
+        options = ", ".join(case.get("options", {})) or "none"
+        shown = (case["vocabulary"], case["mode"], case.get("tokens", 64), case.get("active", 1.0), options)
         print(f"| {' | '.join(map(str, shown))} | {found['rest']:.2f} | {found['memory']:.0f} |", flush=True)
 
 
@@ -205,11 +218,12 @@ if __name__ == "__main__":
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--cases", nargs="*", choices=list(CASES), default=list(CASES))
     parser.add_argument("--scaling", action="store_true")
+    parser.add_argument("--options", action="store_true")
     parser.add_argument("--worker", nargs=2, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.worker:
         print(json.dumps(worker(options.worker[0], json.loads(options.worker[1]))))
-    elif options.scaling:
-        scale(options.repeats)
+    elif options.scaling or options.options:
+        vary(SCALING if options.scaling else OPTIONS, options.repeats)
     else:
         compare(options.cases, options.repeats)

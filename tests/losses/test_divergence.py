@@ -1,22 +1,20 @@
 """Divergences are what their formulas say: worked values, analytic gradients, limits, and what must have no effect."""
 
 import math
+from functools import partial
+from typing import Any
 
+import plain
 import pytest
 import torch
 from torch import Tensor
 
 from sdpo.losses.divergence import (
-    divergence,
-    forward_kl,
+    divergence_and_slope,
     importance_weight,
-    jensen_shannon,
     masked,
     renormalize,
-    reverse_kl,
-    sampled_token_kl,
     tail_logp,
-    weighted_slope,
     with_tail,
 )
 
@@ -40,6 +38,33 @@ def random_logits(seed: int, *shape: int, spread: float = 2.0) -> tuple[Tensor, 
 def close(actual: Tensor, expected: float | Tensor, *, atol: float = 1e-12) -> None:
     expected = torch.as_tensor(expected, dtype=actual.dtype)
     torch.testing.assert_close(actual, expected.expand_as(actual), rtol=0, atol=atol)
+
+
+class _Divergence(torch.autograd.Function):
+    """The divergence (...), with the slope (..., K) as its gradient with respect to the student's log-probs."""
+
+    @staticmethod
+    def forward(ctx: Any, student_logps: Tensor, teacher_logps: Tensor, alpha: float) -> Tensor:
+        student_probs = student_logps.to(torch.promote_types(student_logps.dtype, torch.float32)).exp()
+        value, slope = divergence_and_slope(student_logps, teacher_logps, student_probs, alpha=alpha)
+        ctx.save_for_backward(slope)
+        return value
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        (slope,) = ctx.saved_tensors
+        return slope * gradient.unsqueeze(-1), None, None
+
+
+def divergence(student_logps: Tensor, teacher_logps: Tensor, *, alpha: float) -> Tensor:
+    """Divergence (...) of log-probs (..., K), whose gradient is right where the student's come out of a softmax.
+
+    The softmax takes away the multiple of p that the slope is free in.
+    """
+    return _Divergence.apply(student_logps, teacher_logps, alpha)
+
+
+forward_kl, reverse_kl, jensen_shannon = partial(divergence, alpha=0.0), partial(divergence, alpha=1.0), divergence
 
 
 # --- values ----------------------------------------------------------------------------------------------------------
@@ -104,12 +129,27 @@ def test_jensen_shannon_over_one_minus_alpha_tends_to_reverse_kl():
     close(jensen_shannon(student, teacher, alpha=alpha), 0.0, atol=1e-5)
 
 
-def test_alpha_0_is_forward_kl_alpha_1_reverse_kl_and_between_jensen_shannon():
-    student, teacher = logs(0.1, 0.2, 0.7), logs(0.5, 0.4, 0.1)
-    assert divergence(student, teacher, alpha=0.0) == forward_kl(student, teacher)
-    assert divergence(student, teacher, alpha=1.0) == reverse_kl(student, teacher)
-    assert divergence(student, teacher, alpha=0.3) == jensen_shannon(student, teacher, alpha=0.3)
-    assert forward_kl(student, teacher) != reverse_kl(student, teacher)
+@pytest.mark.parametrize("alpha", [0.0, 0.3, 0.5, 1.0])
+@pytest.mark.parametrize(
+    ("student_lacks", "teacher_lacks"), [([], []), ([2], []), ([], [2]), ([2], [2]), ([2], [3]), ([1, 2, 5], [2, 5])]
+)
+def test_values_and_gradients_are_those_of_the_plain_formulas(
+    alpha: float, student_lacks: list[int], teacher_lacks: list[int]
+):
+    student, teacher = random_logits(14, 4, 7)
+    student = student.detach().index_fill(-1, torch.tensor(student_lacks, dtype=torch.long), -math.inf)
+    teacher = teacher.index_fill(-1, torch.tensor(teacher_lacks, dtype=torch.long), -math.inf)
+    student.requires_grad_()
+    value = divergence(student.log_softmax(-1), teacher.log_softmax(-1), alpha=alpha)
+    expected = plain.divergence(student.softmax(-1), teacher.softmax(-1), alpha=alpha)
+    close(value, expected)
+    # where KL(P||Q) meets mass of P that Q lacks
+    lonely = {0.0: set(student_lacks) - set(teacher_lacks), 1.0: set(teacher_lacks) - set(student_lacks)}
+    if lonely.get(alpha):
+        assert (value == math.inf).all()
+    else:
+        (grad,) = torch.autograd.grad(value.sum(), student)
+        close(grad, torch.autograd.grad(expected.sum(), student)[0])
 
 
 @pytest.mark.parametrize("alpha", ALPHAS)
@@ -181,41 +221,22 @@ def test_gradient_on_the_top_k_agrees_with_finite_differences(alpha: float, has_
     assert torch.autograd.gradcheck(lambda x: divergence(view(x), view(teacher), alpha=alpha), student)
 
 
-def test_expected_gradient_of_the_sampled_token_is_that_of_reverse_kl():
-    student, teacher = random_logits(8, 5)
-    student_logps, teacher_logps = student.log_softmax(-1), teacher.log_softmax(-1)
-    # The expectation over tokens drawn from the student, exactly: every token of the vocabulary, by its probability.
-    expectation = (student.detach().softmax(-1) * sampled_token_kl(student_logps, teacher_logps)).sum()
-    exact = reverse_kl(student_logps, teacher_logps)
-    close(expectation, exact)
-    (grad,) = torch.autograd.grad(expectation, student, retain_graph=True)
-    close(grad, torch.autograd.grad(exact, student)[0])
+def test_the_slope_of_the_reverse_kl_on_two_outcomes_by_hand():
+    # p = (0.75, 0.25), q = (0.5, 0.5): 0.75 ln 1.5 = 0.304099, 0.25 ln 0.5 = -0.173287; their sum is the divergence
+    student, teacher = torch.tensor([0.75, 0.25]), torch.tensor([0.5, 0.5])
+    value, slope = divergence_and_slope(student.log(), teacher.log(), student, alpha=1.0)
+    close(slope, torch.tensor([0.304099, -0.173287]), atol=1e-6)
+    close(value, 0.130812, atol=1e-6)
 
 
-def test_sampled_token_has_the_log_ratio_as_value_and_as_factor_of_the_gradient():
-    student_logp = logs(0.8, 0.1).requires_grad_()
-    value = sampled_token_kl(student_logp, logs(0.2, 0.4))
-    # ln(0.8 / 0.2) = 2 ln 2; ln(0.1 / 0.4) = -2 ln 2
-    expected = torch.tensor([2 * LN2, -2 * LN2], dtype=torch.float64)
-    close(value, expected)
-    close(torch.autograd.grad(value.sum(), student_logp)[0], expected)
-
-
-@pytest.mark.parametrize("distance", [forward_kl, reverse_kl, sampled_token_kl])
-def test_no_gradient_reaches_the_teacher(distance):
+@pytest.mark.parametrize("alpha", ALPHAS)
+def test_no_gradient_reaches_the_teacher(alpha: float):
     student, teacher = random_logits(9, 3, 5)
+    student = student.detach().log_softmax(-1)
     teacher.requires_grad_()
-    distance(student.log_softmax(-1), teacher.log_softmax(-1)).sum().backward()
-    assert student.grad is not None
-    assert teacher.grad is None
-
-
-def test_no_gradient_reaches_the_teacher_through_the_mixture():
-    student, teacher = random_logits(10, 3, 5)
-    teacher.requires_grad_()
-    jensen_shannon(student.log_softmax(-1), teacher.log_softmax(-1), alpha=0.5).sum().backward()
-    assert student.grad is not None
-    assert teacher.grad is None
+    value, slope = divergence_and_slope(student, teacher.log_softmax(-1), student.exp(), alpha=alpha)
+    assert not value.requires_grad
+    assert not slope.requires_grad
 
 
 # --- supports --------------------------------------------------------------------------------------------------------
@@ -298,33 +319,36 @@ def test_a_tail_of_one_token_is_the_full_divergence(alpha: float):
 def test_a_bucket_that_neither_has_changes_neither_value_nor_gradient(alpha: float, dtype: torch.dtype):
     student = logs(0.25, 0.75, 0, dtype=dtype).requires_grad_()
     teacher = logs(0.5, 0.5, 0, dtype=dtype)
-    value = divergence(student, teacher, alpha=alpha)
-    close(value, divergence(student[:2], teacher[:2], alpha=alpha), atol=0)
+    value = divergence(student.log_softmax(-1), teacher, alpha=alpha)
+    without = divergence(student[:2].log_softmax(-1), teacher[:2], alpha=alpha)
+    close(value, without, atol=0)
     (grad,) = torch.autograd.grad(value, student)
-    assert torch.isfinite(grad).all()
+    close(grad, torch.autograd.grad(without, student)[0], atol=0)
     assert grad[2] == 0
 
 
 def test_a_bucket_only_the_student_has_adds_nothing_to_forward_kl():
     # T = (1, 0), S = (1/2, 1/2): 1 ln 2 + 0
     student = logs(0.5, 0.5).requires_grad_()
-    value = forward_kl(student, logs(1, 0))
+    value = forward_kl(student.log_softmax(-1), logs(1, 0))
     close(value, LN2)
-    assert torch.isfinite(torch.autograd.grad(value, student)[0]).all()
+    # p - q
+    close(torch.autograd.grad(value, student)[0], torch.tensor([-0.5, 0.5], dtype=torch.float64))
 
 
 def test_a_bucket_only_the_teacher_has_adds_nothing_to_reverse_kl():
     # S = (1, 0), T = (1/2, 1/2): 1 ln 2 + 0
     student = logs(1, 0).requires_grad_()
-    value = reverse_kl(student, logs(0.5, 0.5))
+    value = reverse_kl(student.log_softmax(-1), logs(0.5, 0.5))
     close(value, LN2)
-    assert torch.isfinite(torch.autograd.grad(value, student)[0]).all()
+    # p (log(p / q) - D): 1 (ln 2 - ln 2) and 0
+    close(torch.autograd.grad(value, student)[0], 0.0)
 
 
 @pytest.mark.parametrize("alpha", [0.1, 0.5, 0.9])
 def test_jensen_shannon_is_finite_with_a_finite_gradient_where_either_side_has_no_mass(alpha: float):
     student = logs(0.5, 0.5, 0, 0).requires_grad_()
-    value = jensen_shannon(student, logs(0, 0.5, 0.5, 0), alpha=alpha)
+    value = jensen_shannon(student.log_softmax(-1), logs(0, 0.5, 0.5, 0), alpha=alpha)
     assert torch.isfinite(value)
     assert torch.isfinite(torch.autograd.grad(value, student)[0]).all()
 
@@ -336,7 +360,7 @@ def test_kl_is_infinite_where_mass_meets_none():
 
 def test_mass_that_underflows_in_fp32_meets_none_without_nan():
     student = torch.tensor([0.0, -200.0], requires_grad=True)  # e^-200 is 0 in fp32
-    value = reverse_kl(student, torch.tensor([0.0, -math.inf]))
+    value = reverse_kl(student.log_softmax(-1), torch.tensor([0.0, -math.inf]))
     close(value, 0.0)
     assert torch.isfinite(torch.autograd.grad(value, student)[0]).all()
 
@@ -383,26 +407,3 @@ def test_no_gradient_passes_through_an_importance_weight():
 
 def test_importance_weight_that_overflows_is_the_cap():
     assert importance_weight(torch.tensor([0.0]), torch.tensor([-200.0]), cap=2.0) == 2.0
-
-
-@pytest.mark.parametrize("alpha", [0.0, 0.3, 1.0])
-def test_the_slope_gives_the_gradient_with_respect_to_logits(alpha: float) -> None:
-    """p_j dD/dp_j less p_j times the sum over j, against autograd; an outcome of mass 0 has none."""
-    generator = torch.Generator().manual_seed(0)
-    logits = torch.randn(4, 7, dtype=torch.float64, generator=generator)
-    logits[0, 2] = -torch.inf
-    logits.requires_grad_()
-    teacher = torch.randn(4, 7, dtype=torch.float64, generator=generator)
-    teacher[0, 2] = -torch.inf
-    teacher = teacher.log_softmax(-1)
-    student = logits.log_softmax(-1)
-    divergence(student, teacher, alpha=alpha).sum().backward()
-    slope = weighted_slope(student.detach(), teacher, alpha=alpha)
-    gradient = slope - student.detach().exp() * slope.sum(-1, keepdim=True)
-    assert torch.allclose(gradient, logits.grad, atol=1e-12)
-
-
-def test_the_slope_of_the_reverse_kl_on_two_outcomes_by_hand() -> None:
-    # p = (0.75, 0.25), q = (0.5, 0.5): 0.75 ln 1.5 = 0.304099, 0.25 ln 0.5 = -0.173287
-    student, teacher = torch.tensor([0.75, 0.25]).log(), torch.tensor([0.5, 0.5]).log()
-    assert weighted_slope(student, teacher, alpha=1.0).tolist() == pytest.approx([0.304099, -0.173287], abs=1e-6)

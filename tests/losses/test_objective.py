@@ -3,11 +3,13 @@
 import math
 from dataclasses import fields, replace
 
+import plain
 import pytest
 import torch
+from plain import SETTINGS
 from torch import Tensor
 
-from sdpo.losses.divergence import divergence, masked, renormalize, reverse_kl, sampled_token_kl
+from sdpo.losses.divergence import masked, renormalize
 from sdpo.losses.objective import blend, loss_fraction, objective, reduce_loss
 from sdpo.losses.policy import group_advantages
 from sdpo.types import LossCounts, LossTerms, ObjectiveSettings, Sequences, TokenTerms, TrainingBatch
@@ -15,22 +17,6 @@ from sdpo.types import LossCounts, LossTerms, ObjectiveSettings, Sequences, Toke
 LOSS_TYPES = ["dapo", "grpo", "dr_grpo", "bnpo"]
 DISTILLATION = "self_distillation/distillation_loss"
 POLICY = "self_distillation/policy_loss"
-
-SETTINGS = ObjectiveSettings(
-    loss_type="dapo",
-    max_completion_length=5,
-    temperature=1.0,
-    beta=0.0,
-    epsilon=0.2,
-    epsilon_high=0.2,
-    importance_sampling_level="token",
-    weight=1.0,
-    alpha=1.0,
-    mode="full_logits",
-    topk=None,
-    is_clip=2.0,
-    add_tail=False,
-)
 
 EMPTY = torch.zeros(0, 0, dtype=torch.long)
 NOTHING = Sequences(ids=EMPTY, positions=EMPTY, segments=EMPTY, predictors=EMPTY, is_shared=False)
@@ -326,7 +312,7 @@ def test_sampled_token_logs_the_kl_estimate_not_a_surrogate():
     # log s - log t = 2 ln 2 and -ln 2; the surrogate (log s - log t) log s would be 2 ln 2 ln 0.8 - ln 2 ln 0.2
     student = torch.tensor([[0.8, 0.2]]).log().requires_grad_()
     teacher = torch.tensor([[0.2, 0.4]]).log()
-    per_token = sampled_token_kl(student, teacher)
+    per_token = plain.sampled_token_kl(student, teacher)
     value = objective(terms_of(per_token, student), batch_of(mask_of(2, size=2)), SETTINGS)
     expected = (2 - 1) * math.log(2) / 2
     assert logged(value, DISTILLATION) == pytest.approx(expected)
@@ -402,7 +388,7 @@ def test_what_masked_tokens_hold_has_no_effect(loss_type, weight: float, garbage
         x = {name: torch.where(mask, v, fill) for name, v in values.items()}
         logps = x["logps"].requires_grad_()
         # The teacher's log-probs are masked where the divergence is computed.
-        per_token = sampled_token_kl(masked(logps, mask), masked(x["other"], mask))
+        per_token = plain.sampled_token_kl(masked(logps, mask), masked(x["other"], mask))
         terms = terms_of(torch.where(mask, per_token, fill), logps, entropy=x["other"], credit=x["other"])
         batch = batch_of(
             mask, advantages=torch.tensor([1.0, -1.0]), old_logps=x["old"], reference_logps=x["reference"]
@@ -422,9 +408,9 @@ def test_minus_inf_among_served_log_probs_on_padding_leaves_loss_and_gradient_fi
     student = torch.randn(2, 8, 4, generator=generator).log_softmax(-1).requires_grad_()
     teacher = torch.randn(2, 8, 4, generator=generator).log_softmax(-1)
     served = torch.where(mask.unsqueeze(-1), teacher, -math.inf)
-    per_token = divergence(renormalize(masked(student, mask)), renormalize(masked(served, mask)), alpha=1.0)
+    per_token = plain.kl(*(renormalize(masked(logps, mask)).exp() for logps in (student, served)))
     value = objective(terms_of(per_token), batch_of(mask), SETTINGS)
-    close(value.loss, reverse_kl(student, teacher)[mask].mean())
+    close(value.loss, plain.kl(student.exp(), teacher.exp())[mask].mean())
     value.loss.backward()
     assert torch.isfinite(student.grad).all()
 
@@ -478,7 +464,7 @@ class Step:
         for part, batch in zip(parts, microbatches, strict=True):
             logps = (self.features[part] @ weight).log_softmax(-1)
             sampled = logps.gather(-1, self.ids[part].unsqueeze(-1)).squeeze(-1)
-            per_token = divergence(logps, self.teacher_logps[part], alpha=settings.alpha)
+            per_token = plain.divergence(logps.exp(), self.teacher_logps[part].exp(), alpha=settings.alpha)
             value = objective(terms_of(per_token, sampled), replace(batch, counts=counts), settings)
             value.loss.backward()
             values.append(value)
