@@ -43,8 +43,11 @@ def token_values(
     slopes = slopes if torch.is_grad_enabled() else None
     call = _Call(head, ids, taught, settings, slopes)
     if slopes is None:
+        found = _Found(len(ids), hidden.device)
         with torch.no_grad():
-            return _joined([chunk.values for _, chunk, _ in _chunks(hidden, call)]), hidden.new_zeros(())
+            for rows, chunk, _ in _chunks(hidden, call):
+                found.put(rows, chunk.values)
+        return found.values, hidden.new_zeros(())
     parameters = [parameter for parameter in head.module.parameters() if parameter.requires_grad]
     *values, anchor = _HeadLoss.apply(hidden, call, *parameters)
     return TokenValues(*values), anchor
@@ -68,20 +71,19 @@ class _HeadLoss(torch.autograd.Function):
         assert call.slopes is not None
         is_plain = call.head.is_plain
         gradients: _Gradients = (_Gradients if is_plain else _TracedGradients)(hidden, call.head, parameters)
-        found = []
+        found = _Found(len(call.ids), hidden.device)
         for rows, chunk, traced in _chunks(hidden, call, is_traced=not is_plain):
-            found.append(chunk.values)
+            found.put(rows, chunk.values)
             of_logps, of_divergence = call.slopes(rows, chunk.values)
             if is_plain and of_divergence is not None and of_logps is None and chunk.is_sparse:
                 gradients.add_columns(rows, chunk, of_divergence)
             elif of_logps is not None or of_divergence is not None:
                 gradients.add(rows, chunk.gradient(of_logps, of_divergence), traced)
-        values = _joined(found)
         ctx.save_for_backward(gradients.hidden, *gradients.parameters)
         ctx.dtypes = [hidden.dtype, *(parameter.dtype for parameter in parameters)]
-        ctx.mark_non_differentiable(*(value for value in values if value is not None))
+        ctx.mark_non_differentiable(*(value for value in found.values if value is not None))
         ctx.set_materialize_grads(False)
-        return (*values, hidden.new_zeros((), dtype=torch.float32))
+        return (*found.values, hidden.new_zeros((), dtype=torch.float32))
 
     @staticmethod
     @once_differentiable
@@ -92,6 +94,21 @@ class _HeadLoss(torch.autograd.Function):
         # In place: a copy of the head's gradient would be the largest tensor of the step.
         scaled = [g.mul_(scale).to(dtype) for g, dtype in zip(ctx.saved_tensors, ctx.dtypes, strict=True)]
         return scaled[0], None, *scaled[1:]
+
+
+class _Found:
+    """Values of all tokens, in memory taken at the start: small tensors made between large ones keep those' memory."""
+
+    def __init__(self, number: int, device: torch.device):
+        self._room = [torch.empty(number, device=device) for _ in TokenValues._fields]
+        self.values = TokenValues(self._room[0], self._room[1], None, None)
+
+    def put(self, rows: slice, values: TokenValues) -> None:
+        for room, value in zip(self._room, values, strict=True):
+            if value is not None:
+                room[rows] = value
+        present: Any = [None if v is None else room for v, room in zip(values, self._room, strict=True)]
+        self.values = TokenValues(*present)
 
 
 class _Traced(NamedTuple):
@@ -138,14 +155,13 @@ class _Gradients:
 
     def add(self, rows: slice, of_output: Tensor, traced: _Traced | None) -> None:
         """Adds a chunk, from the gradient (n, V) of the head's output."""
-        narrow = of_output.to(self._matrix.dtype)
-        states = self._states[rows].to(self._matrix.dtype)
+        device = of_output.device.type
+        is_mixed = torch.is_autocast_enabled(device)
+        dtype = torch.get_autocast_dtype(device) if is_mixed else self._matrix.dtype
+        narrow, states = of_output.to(dtype), self._states[rows].to(dtype)
         self.hidden[rows] = (narrow @ self._matrix).to(self.hidden.dtype)
         if self._weight is not None:
-            if self._weight.dtype == narrow.dtype and not torch.is_autocast_enabled(narrow.device.type):
-                self._weight.addmm_(narrow.T, states)
-            else:
-                self._weight.add_(narrow.T @ states)
+            _add_product(self._weight, narrow.T, states)
         if self._bias is not None:
             self._bias.add_(of_output.sum(0))
 
@@ -184,10 +200,14 @@ class _TracedGradients(_Gradients):
             total.add_(gradient)
 
 
+def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
+    """total += left @ right, `total` in fp32: products rounded to half precision at each chunk would add up a bias."""
+    with torch.autocast(total.device.type, enabled=False):
+        if total.device.type == "cuda" and left.dtype in (torch.float16, torch.bfloat16):
+            total.add_(torch.mm(left, right, out_dtype=torch.float32))
+        else:
+            total.addmm_(left.to(total.dtype), right.to(total.dtype))
+
+
 def _wide(tensor: Tensor) -> torch.dtype:
     return torch.promote_types(tensor.dtype, torch.float32)
-
-
-def _joined(chunks: Sequence[TokenValues]) -> TokenValues:
-    columns: Any = [None if column[0] is None else torch.cat(column) for column in zip(*chunks, strict=True)]
-    return TokenValues(*columns)
