@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import copy
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Sequence
 from typing import Any
 
 from torch import Tensor
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState
 from transformers.utils import logging
 
+from sdpo.collate import join_logps, teacher_context_tensors
 from sdpo.teacher import Teacher
-from sdpo.types import Phase
+from sdpo.types import Phase, Row, TrainingBatch
 
 logger = logging.get_logger(__name__)
 
@@ -94,7 +95,9 @@ class SDPOCallback(TrainerCallback):
         """
 
 
-def call_hooks(trainer: Trainer, phase: Phase, *, payload: Callable[[], dict[str, Any]]) -> None:
+def call_hooks(
+    trainer: Trainer, phase: Phase, rows: Sequence[Row], batches: Sequence[TrainingBatch], *, pad_token_id: int
+) -> None:
     """Calls the hooks that the trainer's callbacks define, in the order of a block's stages.
 
     The payload is made only where somebody looks at it.
@@ -103,7 +106,7 @@ def call_hooks(trainer: Trainer, phase: Phase, *, payload: Callable[[], dict[str
     events += ["on_generation_batch_built"] if phase == "train" else []
     callbacks = trainer.callback_handler.callbacks
     calls = [(event, method) for event in events for c in callbacks if (method := getattr(c, event, None)) is not None]
-    values = payload() if calls else {}
+    values = _payload(trainer.args, rows, batches, pad_token_id=pad_token_id) if calls else {}
     for event, method in calls:
         method(
             args=trainer.args,
@@ -113,6 +116,15 @@ def call_hooks(trainer: Trainer, phase: Phase, *, payload: Callable[[], dict[str
             processing_class=trainer.processing_class,
             **{name: values[name] for name in HOOKS[event]},
         )
+
+
+def _payload(args: Any, rows: Sequence[Row], batches: Sequence[TrainingBatch], *, pad_token_id: int) -> dict[str, Any]:
+    return {
+        **teacher_context_tensors(rows, pad_token_id=pad_token_id),
+        "old_per_token_logps": join_logps([batch.old_logps for batch in batches]),
+        "generate_every": args.steps_per_generation * args.num_iterations,
+        "steps_per_generation": args.steps_per_generation,
+    }
 
 
 class TeacherUpdate(TrainerCallback):

@@ -29,6 +29,18 @@ class Taught(NamedTuple):
     hidden: Tensor
 
 
+class ServedValues(NamedTuple):
+    """A teacher scored elsewhere: log-prob of the token (N,), and ids and log-probs (N, K) of the teacher's top k."""
+
+    logps: Tensor
+    ids: Tensor
+    support_logps: Tensor
+
+
+TeacherInput = Sequence[Taught] | ServedValues
+"""What a teacher's distribution is made of: parts whose logits add up, or values scored elsewhere; empty for none."""
+
+
 class TokenValues(NamedTuple):
     """Each (N,), fp32, no gradient: log-prob of the token, entropy, divergence and credit (both None untaught)."""
 
@@ -100,7 +112,7 @@ class Chunk:
         self,
         logits: Tensor,
         ids: Tensor,
-        taught: Sequence[Taught],
+        taught: TeacherInput,
         settings: ObjectiveSettings,
         *,
         head: Head,
@@ -108,7 +120,10 @@ class Chunk:
     ):
         self.head, self.temperature = head, settings.temperature
         self.student = _Student(logits, ids, room)
-        self.teaching = _teach(self.student, taught, settings, room) if taught else None
+        if isinstance(taught, ServedValues):
+            self.teaching: Teaching | None = _teach_served(self.student, taught, settings)
+        else:
+            self.teaching = _teach(self.student, taught, settings, room) if taught else None
         distance, credit = (None, None) if self.teaching is None else self.teaching[:2]
         self.values = TokenValues(self.student.logps, self.student.entropy, distance, credit)
 
@@ -201,6 +216,27 @@ def _teach_topk(student: _Student, taught: Sequence[Taught], settings: Objective
     else:
         theirs = dv.renormalize(_mix_columns(taught, support, settings.temperature, room))
         mine = dv.renormalize(mine)
+    return _on_support(support, mine, theirs, credit, settings)
+
+
+def _teach_served(student: _Student, served: ServedValues, settings: ObjectiveSettings) -> Teaching:
+    """The sampled token, or the top k of a teacher that was scored elsewhere; the same losses on its support."""
+    credit = served.logps - student.logps
+    if settings.mode == "sampled_token":
+        return Teaching(-credit, credit, base=credit, support=student.ids.unsqueeze(-1), extra=-credit.unsqueeze(-1))
+    mine, theirs = student.at(served.ids), served.support_logps
+    if settings.add_tail:
+        theirs = dv.with_tail(theirs, dv.rest_logp(theirs))
+        mine = dv.with_tail(mine, dv.tail_logp(student.shifted, served.ids, log_normalizer=student.log_total))
+    else:
+        mine, theirs = dv.renormalize(mine), dv.renormalize(theirs)
+    return _on_support(served.ids, mine, theirs, credit, settings)
+
+
+def _on_support(
+    support: Tensor, mine: Tensor, theirs: Tensor, credit: Tensor | None, settings: ObjectiveSettings
+) -> Teaching:
+    """Divergence of two aligned log-probs on a support (n, K), or (n, K + 1) with a bucket for the rest."""
     probs = mine.exp()
     distance, slope = dv.divergence_and_slope(mine, theirs, probs, alpha=settings.alpha)
     mean = slope.sum(-1, keepdim=True)

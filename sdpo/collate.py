@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from sdpo.types import LossCounts, Row, Sequences, TrainingBatch
+from sdpo.types import Completion, LossCounts, Row, Sequences, TrainingBatch
 
 MAX_MASK = 2**26  # numbers in the attention mask of shared prompts, (S, L, L): 256 MB in float32
 
@@ -48,7 +48,6 @@ def collate(
     teacher_rows = [i for i in range(len(rows)) if in_teaching[i]]
     prompts = [row.scored.rollout.prompt_ids for row in rows]
     teacher_prompts = [row.teacher_prompt_ids for row in rows]
-    sampled = [completion.sampled_logps for completion in completions]
     return TrainingBatch(
         student=sequences(prompts, ids, student_rows, pad_token_id=pad_token_id, token_cost=token_cost),
         teacher=sequences(teacher_prompts, ids, teacher_rows, pad_token_id=pad_token_id, token_cost=token_cost),
@@ -57,10 +56,18 @@ def collate(
         policy_mask=completion_mask & torch.tensor(in_policy).unsqueeze(1),
         distillation_mask=completion_mask & torch.tensor(in_teaching).unsqueeze(1),
         advantages=torch.tensor([row.advantage for row in rows], dtype=torch.float32),
-        sampled_logps=pad([s for s in sampled if s is not None], 0.0, dtype=torch.float32)
-        if all(s is not None for s in sampled)
-        else None,
+        sampled_logps=_sampled_logps(completions),
     )
+
+
+def _sampled_logps(completions: Sequence[Completion]) -> Tensor | None:
+    """(B, T) log-probs of the sampler, 0 on padding; None unless every row has them."""
+    found = [completion.sampled_logps for completion in completions if completion.sampled_logps is not None]
+    if len(found) < len(completions):
+        return None
+    for completion, logps in zip(completions, found, strict=True):
+        assert len(logps) == len(completion.ids), "a sampler gives one log-prob a token"
+    return pad(found, 0.0, dtype=torch.float32)
 
 
 def sequences(

@@ -31,14 +31,17 @@ from sdpo.config_rules import (
     normalize_scale_rewards,
     override_key,
     parse_json,
+    reshaping_options,
 )
 from sdpo.presets import PresetName, build_preset
 from sdpo.types import (
     DistillationMode,
+    EngineSettings,
     ImportanceSamplingLevel,
     LossType,
     ObjectiveSettings,
     RepromptSettings,
+    SamplerCorrection,
     SamplingSettings,
     TeacherKind,
     TeacherSettings,
@@ -59,7 +62,7 @@ SECTIONS: Mapping[str, str] = {
     "vLLM": "use_vllm",
     "Training": "num_iterations",
 }
-DICT_FIELDS = ("model_init_kwargs", "generation_kwargs", "chat_template_kwargs")
+DICT_FIELDS = ("model_init_kwargs", "generation_kwargs", "chat_template_kwargs", "vllm_engine_kwargs")
 
 
 class Derived(int):
@@ -336,17 +339,24 @@ class SDPOConfig(TrainingArguments):
         None,
         "Context length of the colocated engine. None: the model's own.",
     )
+    vllm_engine_kwargs: dict[str, Any] | str | None = _setting(
+        None,
+        "Further arguments of the colocated engine (vllm.LLM), such as {'enforce_eager': true}.",
+    )
+    vllm_check_weights: bool = _setting(
+        False,
+        "After weights were sent, compare a short sequence's log-probs on both sides; stop where they differ.",
+    )
     vllm_importance_sampling_correction: bool = _setting(
         True,
         "Correct both loss terms for the difference between vLLM's log-probs and the trainer's, by the importance "
-        "weight exp(logp_trainer - logp_vllm).",
+        "weight exp(logp_trainer - logp_vllm), without gradient. Off, with a warning, where settings such as `top_p` "
+        "make vLLM draw from another distribution than the one that is trained.",
     )
-    vllm_importance_sampling_mode: Literal["token_truncate", "token_mask", "sequence_truncate", "sequence_mask"] = (
-        _setting(
-            "token_truncate",
-            "One weight a token or one a completion; above the cap it is truncated to the cap, or the token or "
-            "completion leaves the loss.",
-        )
+    vllm_importance_sampling_mode: SamplerCorrection = _setting(
+        "token_truncate",
+        "One weight a token, or one a completion: the product of its tokens' weights. Above the cap it is truncated "
+        "to the cap, or masked: then the token or completion adds 0 to the loss.",
     )
     vllm_importance_sampling_cap: float = _setting(2.0, "Cap of that importance weight.")
 
@@ -412,6 +422,24 @@ class SDPOConfig(TrainingArguments):
         )
 
     @property
+    def engine(self) -> EngineSettings:
+        """Where the vLLM engine is and how it is started."""
+        return EngineSettings(
+            mode=self.vllm_mode,
+            model_impl=self.vllm_model_impl,
+            enable_sleep_mode=self.vllm_enable_sleep_mode,
+            server_url=self.vllm_server_base_url or f"http://{self.vllm_server_host}:{self.vllm_server_port}",
+            server_timeout=self.vllm_server_timeout,
+            group_port=self.vllm_group_port,
+            tensor_parallel_size=self.vllm_tensor_parallel_size,
+            gpu_memory_utilization=self.vllm_gpu_memory_utilization,
+            max_model_length=self.vllm_max_model_length,
+            trust_remote_code=self.trust_remote_code,
+            engine_kwargs=as_dict(self.vllm_engine_kwargs),
+            check_weights=self.vllm_check_weights,
+        )
+
+    @property
     def reprompt(self) -> RepromptSettings:
         """How the teacher's prompt is made."""
         return RepromptSettings(**{f.name: getattr(self, f.name) for f in fields(RepromptSettings)})
@@ -433,6 +461,8 @@ class SDPOConfig(TrainingArguments):
             topk=self.distillation_topk,
             is_clip=self.distillation_is_clip,
             add_tail=self.distillation_add_tail,
+            sampler_correction=self._sampler_correction,
+            sampler_cap=self.vllm_importance_sampling_cap,
         )
 
     @property
@@ -459,6 +489,11 @@ class SDPOConfig(TrainingArguments):
 
     def _sampled_with(self, name: str) -> Any:
         return as_dict(self.generation_kwargs).get(override_key(name, self.use_vllm), getattr(self, name))
+
+    @property
+    def _sampler_correction(self) -> SamplerCorrection | None:
+        is_on = self.use_vllm and self.vllm_importance_sampling_correction and not reshaping_options(self)
+        return self.vllm_importance_sampling_mode if is_on else None
 
     def _resolve_device(self) -> None:
         """Says so where there is only a CPU: without it, bf16 is refused and processes do not find each other."""

@@ -375,6 +375,8 @@ def _vllm_options_act(config: Config) -> None:
         "vllm_mode": None,
         "vllm_server_base_url": "server",
         "vllm_server_host": "server",
+        "vllm_engine_kwargs": "colocate",
+        "vllm_check_weights": None,
     }
     for name, mode in requests.items():
         value = getattr(config, name)
@@ -411,6 +413,13 @@ def _teacher_server_can_serve(config: Config) -> None:
         if value not in allowed:
             wanted = " or ".join(map(repr, allowed))
             raise ValueError(f"use_teacher_server=True needs {name}={wanted}, got {value!r}: {reason}.")
+    temperature = config._sampled_with("temperature")
+    if temperature != 1.0:
+        raise ValueError(
+            f"use_teacher_server=True needs temperature=1.0, got {temperature!r}: vLLM's log-probs of a prompt ignore "
+            "the temperature, so the teacher would be another than the student's. Set temperature to 1.0, or "
+            "use_teacher_server to False."
+        )
 
 
 # Field of TrainingArguments -> the values that change nothing here, and why any other would do nothing.
@@ -527,6 +536,44 @@ def override_key(name: str, use_vllm: bool) -> str:
     return name
 
 
+# What makes vLLM draw from something else than softmax(logits / temperature) -> the value that does not; where none is
+# given, that is None, 0 or empty. The first four are fields, the others keys of `generation_kwargs` alone.
+_RESHAPING: Mapping[str, float | None] = {
+    "top_p": 1,
+    "top_k": None,
+    "min_p": None,
+    "repetition_penalty": 1,
+    "presence_penalty": None,
+    "frequency_penalty": None,
+    "logit_bias": None,
+    "allowed_token_ids": None,
+    "bad_words": None,
+    "min_tokens": None,
+    "logits_processors": None,
+    "structured_outputs": None,
+    "guided_decoding": None,
+}
+
+
+def reshaping_options(config: Config) -> dict[str, Any]:
+    """The settings, by name, for which vLLM's log-probs are not of the distribution that is trained."""
+    kwargs = as_dict(config.generation_kwargs)
+    found = {name: kwargs.get(name, getattr(config, name, None)) for name in _RESHAPING}
+    return {name: value for name, value in found.items() if value and value != _RESHAPING[name]}
+
+
+def _sampler_correction_compares_like_with_like(config: Config) -> None:
+    found = reshaping_options(config)
+    if config.use_vllm and config.vllm_importance_sampling_correction and found:
+        spelled = ", ".join(f"{name}={value!r}" for name, value in found.items())
+        warnings.warn(
+            f"{spelled}: vLLM draws from another distribution than softmax(logits / temperature), which is trained, "
+            f"so the ratio of the two is no correction. vllm_importance_sampling_correction is off. Set it to False "
+            f"to say so yourself.",
+            stacklevel=5,
+        )
+
+
 def _generation_kwargs_are_known(config: Config) -> None:
     kwargs = as_dict(config.generation_kwargs)
     known = [key for key in GenerationConfig().to_dict() if not key.startswith("_") and key != "transformers_version"]
@@ -597,6 +644,7 @@ RULES: tuple[Callable[[Config], None], ...] = (
     _inherited_options_act,
     _generation_kwargs_are_known,
     _generation_overrides_are_in_range,
+    _sampler_correction_compares_like_with_like,
     _samples_differ,
     _cache_is_known,
     _chat_template_kwargs_are_free,

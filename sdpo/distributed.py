@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import astuple, fields
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from accelerate import Accelerator
-from accelerate.utils import gather_object
+from accelerate.utils import broadcast_object_list, gather_object
 
 from sdpo.types import LossCounts
 
@@ -45,3 +45,39 @@ def gather_values(value: T, accelerator: Accelerator) -> list[T]:
 def wait(accelerator: Accelerator) -> None:
     """Returns when every rank is here."""
     accelerator.wait_for_everyone()
+
+
+def from_main(function: Callable[[], T], accelerator: Accelerator) -> T:
+    """What `function` returns on the main process, on every rank; its error ends every rank."""
+    outcome: list[Any] = [None, None]
+    error = None
+    if accelerator.is_main_process:
+        try:
+            outcome[0] = function()
+        except Exception as raised:
+            error, outcome[1] = raised, f"{type(raised).__name__}: {raised}"
+    if accelerator.num_processes > 1:
+        broadcast_object_list(outcome, from_process=0)
+    if error is not None:
+        raise error
+    if outcome[1] is not None:
+        raise RuntimeError(f"The main process failed. {outcome[1]}")
+    value: T = outcome[0]
+    return value
+
+
+def subgroup(accelerator: Accelerator, size: int) -> Any:
+    """The group of `size` consecutive ranks that this one is in."""
+    starts = range(0, accelerator.num_processes, size)
+    group, _ = torch.distributed.new_subgroups_by_enumeration([list(range(i, i + size)) for i in starts])
+    return group
+
+
+def gather_in(rows: Sequence[T], group: Any) -> tuple[list[T], int]:
+    """Rows of all ranks of a group (None: of this one alone) in rank order, and the index of this rank's first."""
+    if group is None:
+        return list(rows), 0
+    by_rank: list[Any] = [None] * torch.distributed.get_world_size(group)
+    torch.distributed.all_gather_object(by_rank, list(rows), group=group)
+    start = sum(len(of_rank) for of_rank in by_rank[: torch.distributed.get_rank(group)])
+    return [row for of_rank in by_rank for row in of_rank], start

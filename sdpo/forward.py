@@ -14,7 +14,7 @@ import torch
 from accelerate.utils import is_peft_model
 from torch import Tensor, nn
 
-from sdpo.chunk import Taught, TokenValues
+from sdpo.chunk import ServedValues, Taught, TeacherInput, TokenValues
 from sdpo.collate import lay_out
 from sdpo.heads import AFTER_HEAD, Head, find_head
 from sdpo.token_values import Slopes, token_values
@@ -203,7 +203,7 @@ def token_loss(
 
     What a token adds to the gradient may depend on its own terms; on those of its row only as `couples_tokens` says.
     `teacher`: modules and shares, the teacher's logits being the sum of share * logits; none where nothing is
-    distilled. Their forward has no gradient.
+    distilled, or where the batch has what a server said of it. Their forward has no gradient.
     """
     student = hidden_states(model, batch.student, head=head)
     if couples_tokens(batch, settings):
@@ -212,17 +212,12 @@ def token_loss(
         known = (
             torch.zeros_like(batch.completion_ids, dtype=torch.float32) if batch.old_logps is None else batch.old_logps
         )
-    taught_mask = batch.distillation_mask if teacher else torch.zeros_like(batch.distillation_mask)
-    parts = []
-    if teacher:
+    is_taught = bool(teacher) or batch.served is not None
+    taught_mask = batch.distillation_mask if is_taught else torch.zeros_like(batch.distillation_mask)
+    parts: list[tuple[TokenIndex, TeacherInput]] = []
+    if is_taught:
         index = TokenIndex.of(taught_mask)
-        predictors = index.of_grid(batch.teacher.predictors)
-        heads = [find_head(part) for part, _ in teacher]
-        taught = [
-            Taught(part_head, share, _read(part, batch.teacher, head=part_head)[predictors])
-            for part_head, (part, share) in zip(heads, teacher, strict=True)
-        ]
-        parts.append((index, taught))
+        parts.append((index, _teacher_input(batch, index, teacher)))
     if settings.weight < 1:  # tokens that only the policy term trains on
         parts.append((TokenIndex.of(batch.policy_mask & ~taught_mask), []))
 
@@ -240,9 +235,33 @@ def token_loss(
     return replace(found, loss=found.loss + sum(anchors)), terms
 
 
+def _teacher_input(
+    batch: TrainingBatch, index: TokenIndex, teacher: Sequence[tuple[nn.Module, float]]
+) -> TeacherInput:
+    """The teacher of the tokens of `index`: what a server said of it, or the hidden states of its parts."""
+    if batch.served is not None:
+        served = batch.served
+        return ServedValues(*(index.of_grid(grid) for grid in (served.logps, served.ids, served.support_logps)))
+    predictors = index.of_grid(batch.teacher.predictors)
+    taught = []
+    for part, share in teacher:
+        head = find_head(part)
+        taught.append(Taught(head, share, _read(part, batch.teacher, head=head)[predictors]))
+    return taught
+
+
 def couples_tokens(batch: TrainingBatch, settings: ObjectiveSettings) -> bool:
-    """Whether a token's gradient depends on the log-probs of its row: a ratio of the whole sequence does that."""
-    return settings.importance_sampling_level == "sequence" and batch.old_logps is not None
+    """Whether a token's gradient depends on the log-probs of its row: a ratio of the whole sequence does that.
+
+    Without `old_logps` the policy term's ratio is 1, but the weights for the sampler are made of current log-probs.
+    Then a weight of the whole sequence does it, and so does that ratio, which spreads the weights over the row.
+    """
+    is_ratio_whole = settings.importance_sampling_level == "sequence"
+    if batch.old_logps is not None:
+        return is_ratio_whole
+    if settings.sampler_correction is None or batch.sampled_logps is None:
+        return False
+    return is_ratio_whole or settings.sampler_correction.startswith("sequence")
 
 
 def _slopes(loss: Loss, index: TokenIndex, known: Tensor) -> Slopes:

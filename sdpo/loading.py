@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dis
 import functools
+import importlib.util
 import inspect
 import os
 from dataclasses import replace
@@ -150,10 +151,13 @@ def check_launch(args: SDPOConfig) -> None:
     """Makes sure that the run is one that this library can do, before anything is loaded.
 
     Raises:
-        ValueError: several devices in one process, a batch size that changes during the run, or vLLM.
+        ValueError: several devices in one process, a batch size that changes during the run.
+        ImportError: vLLM is asked for and not installed.
     """
-    if args.use_vllm:  # also what `use_teacher_server` needs
-        raise ValueError("use_vllm=True is not available yet; set use_vllm=False to sample with transformers.")
+    if args.use_vllm and importlib.util.find_spec("vllm") is None:
+        raise ImportError(
+            "use_vllm=True needs vLLM, which is not installed: pip install 'sdpo[vllm]'; or set use_vllm=False."
+        )
     if args.n_gpu > 1:
         raise ValueError(
             f"{args.n_gpu} devices in one process (nn.DataParallel) are not supported. Start one process a device: "

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from sdpo.chunk import Chunk, Room, Taught, TokenValues, chunk_size, rows_that_fit
+from sdpo.chunk import Chunk, Room, ServedValues, TeacherInput, TokenValues, chunk_size, rows_that_fit
 from sdpo.heads import Head
 from sdpo.types import ObjectiveSettings
 
@@ -30,7 +30,7 @@ def token_values(
     head: Head,
     hidden: Tensor,
     ids: Tensor,
-    taught: Sequence[Taught],
+    taught: TeacherInput,
     settings: ObjectiveSettings,
     *,
     slopes: Slopes | None = None,
@@ -58,7 +58,7 @@ class _Call(NamedTuple):
 
     head: Head
     ids: Tensor
-    taught: Sequence[Taught]
+    taught: TeacherInput
     settings: ObjectiveSettings
     slopes: Slopes | None
 
@@ -127,7 +127,7 @@ def _chunks(hidden: Tensor, call: _Call, *, is_traced: bool = False) -> Iterator
     room = Room(min(size, number), call.head, hidden.device)
     for start in range(0, max(number, 1), size):
         rows = slice(start, min(start + size, number))
-        taught = [part._replace(hidden=part.hidden[rows]) for part in call.taught]
+        taught = _rows_of(call.taught, rows)
         traced, out = None, room.take("logits", rows.stop - start)
         if is_traced:
             with torch.enable_grad():
@@ -138,6 +138,12 @@ def _chunks(hidden: Tensor, call: _Call, *, is_traced: bool = False) -> Iterator
             logits = call.head.logits(hidden[rows], temperature, out=out)
         chunk = Chunk(logits, call.ids[rows], taught, call.settings, head=call.head, room=room)
         yield rows, chunk, traced
+
+
+def _rows_of(taught: TeacherInput, rows: slice) -> TeacherInput:
+    if isinstance(taught, ServedValues):
+        return ServedValues(*(value[rows] for value in taught))
+    return [part._replace(hidden=part.hidden[rows]) for part in taught]
 
 
 class _Gradients:

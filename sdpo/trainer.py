@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -16,7 +16,7 @@ from transformers.trainer_utils import EvalLoopOutput
 from sdpo import distributed, forward, loading, tokenization
 from sdpo.callbacks import Diagnostics, KeepGenerationConfig, TeacherUpdate, call_hooks
 from sdpo.checkpoint import CheckpointedTrainer
-from sdpo.collate import collate, count_trained, join_logps, teacher_context_tensors
+from sdpo.collate import collate, count_trained
 from sdpo.config import SDPOConfig
 from sdpo.data import (
     BlockLoader,
@@ -36,6 +36,7 @@ from sdpo.losses.policy import group_advantages
 from sdpo.metrics import Metrics, StageClock, count_distilled, merge, observe_rewards, observe_rows
 from sdpo.reprompt import build_teacher_contexts, context_metrics, fit_teacher_prompt
 from sdpo.rewards import RewardScorer
+from sdpo.served_teacher import Scorer, attach_served
 from sdpo.teacher import PolicyCopy, Teacher, build_teacher
 from sdpo.types import Block, Phase, Prompt, Rollout, Row, ScoredRollout, TeacherContext, TrainingBatch
 
@@ -130,13 +131,13 @@ class SDPOTrainer(CheckpointedTrainer):
         self.reprompt = loading.reprompt_settings(self.model, args)
         self.columns = columns_to_keep(self.scorer.functions, remove_unused=args.remove_unused_columns)
         self.generator: Generator = build_generator(
-            use_vllm=args.use_vllm,
-            get_model=lambda: self.model_wrapped,
+            lambda: self.model_wrapped,
             accelerator=self.accelerator,
-            pad_token_id=self.tokenizer.tokenizer.pad_token_id,
-            bos_token_id=self.tokenizer.tokenizer.bos_token_id,
+            processing_class=self.processing_class,
+            tokenizer=self.tokenizer.tokenizer,
             eos_token_ids=self.tokenizer.eos_token_ids,
             sampling=args.sampling,
+            engine=args.engine if args.use_vllm else None,
         )
         self.teacher: Teacher | None = None
         if args.distillation_weight > 0:
@@ -216,6 +217,7 @@ class SDPOTrainer(CheckpointedTrainer):
             step.append(self.block.next())
         if step:
             self.clock.count_step()
+            step = self.serve(step)
         counts = distributed.sum_counts([count_trained(batch) for batch in step], self.accelerator)
         return [replace(batch, counts=counts) for batch in step], counts.policy_tokens
 
@@ -235,16 +237,8 @@ class SDPOTrainer(CheckpointedTrainer):
             batches = [self._collate(rows[i : i + size]) for i in range(0, len(rows), size)]
         with self.clock.timed("logps"):
             batches = self._add_logps(batches, phase)
-        call_hooks(self, phase, payload=lambda: self._hook_payload(rows, batches))
+        call_hooks(self, phase, rows, batches, pad_token_id=self.tokenizer.tokenizer.pad_token_id)
         return batches
-
-    def _hook_payload(self, rows: Sequence[Row], batches: Sequence[TrainingBatch]) -> dict[str, Any]:
-        return {
-            **teacher_context_tensors(rows, pad_token_id=self.tokenizer.tokenizer.pad_token_id),
-            "old_per_token_logps": join_logps([batch.old_logps for batch in batches]),
-            "generate_every": self.args.steps_per_generation * self.args.num_iterations,
-            "steps_per_generation": self.args.steps_per_generation,
-        }
 
     def roll_out(self, examples: Sequence[Example], phase: Phase) -> list[Rollout]:
         """Completions of this rank's rows."""
@@ -252,13 +246,12 @@ class SDPOTrainer(CheckpointedTrainer):
         self.tokenizer.check_prompts(prompts)
         encoded = self.tokenizer.encode_prompts(prompts)
         if num_cut := sum(was_cut for _, was_cut in encoded):
-            limit = self.args.max_prompt_length
-            self.diagnostics.tell_once("long_prompts", num_cut=num_cut, num_prompts=len(encoded), limit=limit)
+            counts = {"num_cut": num_cut, "num_prompts": len(encoded), "limit": self.args.max_prompt_length}
+            self.diagnostics.tell_once("long_prompts", **counts)
         self.generator.sync(self.state.global_step)
         completions = self.generator.generate([ids for ids, _ in encoded])
         texts = self.tokenizer.decode_batch([completion.ids for completion in completions])
-        start = distributed.first_row(len(examples), self.accelerator)
-        num_generations = self._num_generations(phase)
+        start, num_generations = distributed.first_row(len(examples), self.accelerator), self._num_generations(phase)
         return [
             Rollout((start + i) // num_generations, prompts[i], ids, completions[i], texts[i], was_cut)
             for i, (ids, was_cut) in enumerate(encoded)
@@ -302,6 +295,13 @@ class SDPOTrainer(CheckpointedTrainer):
         reference = self._logps(self.reference.model if self.reference is not None else None, batches)
         pairs = zip(batches, old, reference, strict=True)
         return [replace(batch, old_logps=old, reference_logps=reference) for batch, old, reference in pairs]
+
+    def serve(self, batches: list[TrainingBatch]) -> list[TrainingBatch]:
+        """The microbatches with what the server says of their teacher, where it is there and not here."""
+        if not self.args.use_teacher_server:
+            return batches
+        step, topk = self.state.global_step, self.args.distillation_topk
+        return attach_served(batches, cast(Scorer, self.generator), step=step, topk=topk)
 
     def _logps(self, model: nn.Module | None, batches: list[TrainingBatch]) -> list[Tensor | None]:
         """(B, T) log-probs of each microbatch under a model in evaluation mode; None for no model."""
@@ -350,7 +350,7 @@ class SDPOTrainer(CheckpointedTrainer):
         self, model: nn.Module, inputs: list[Example], prediction_loss_only: bool, ignore_keys: Any = None
     ) -> tuple[None, None, None]:
         """Adds the evaluation metrics of a block; `evaluation_loop` makes the loss of their sums."""
-        for batch in self.collect(inputs, "eval"):
+        for batch in self.serve(self.collect(inputs, "eval")):
             with torch.no_grad(), self.compute_loss_context_manager():
                 self.compute_loss(model, self._prepare_inputs(batch))
         return None, None, None

@@ -20,6 +20,7 @@ Phase = Literal["train", "eval"]
 LossType = Literal["grpo", "bnpo", "dr_grpo", "dapo"]
 ImportanceSamplingLevel = Literal["token", "sequence"]
 DistillationMode = Literal["sampled_token", "full_logits", "topk_logits"]
+SamplerCorrection = Literal["token_truncate", "token_mask", "sequence_truncate", "sequence_mask"]
 TeacherKind = Literal["ema", "live", "base", "trust_region"]
 ScaleRewards = Literal["group", "batch", "none"]
 
@@ -53,6 +54,24 @@ class SamplingSettings:
 
 
 @dataclass(frozen=True, slots=True)
+class EngineSettings:
+    """Where the vLLM engine is and how it is started. None of it decides what is sampled."""
+
+    mode: Literal["colocate", "server"]
+    model_impl: str
+    enable_sleep_mode: bool
+    server_url: str
+    server_timeout: float
+    group_port: int
+    tensor_parallel_size: int
+    gpu_memory_utilization: float
+    max_model_length: int | None
+    trust_remote_code: bool
+    engine_kwargs: Mapping[str, Any]
+    check_weights: bool
+
+
+@dataclass(frozen=True, slots=True)
 class RepromptSettings:
     """How the teacher's prompt is made. Field names are those of `SDPOConfig`."""
 
@@ -70,7 +89,10 @@ class RepromptSettings:
 
 @dataclass(frozen=True, slots=True)
 class ObjectiveSettings:
-    """What is minimized. Field names are those of `SDPOConfig`, without the prefix `distillation_`."""
+    """What is minimized. Field names are those of `SDPOConfig`, without the prefix `distillation_`.
+
+    `sampler_correction`, `sampler_cap`: mode and cap of `vllm_importance_sampling_*`, and None for no correction.
+    """
 
     loss_type: LossType
     max_completion_length: int
@@ -85,6 +107,8 @@ class ObjectiveSettings:
     topk: int | None
     is_clip: float | None
     add_tail: bool
+    sampler_correction: SamplerCorrection | None
+    sampler_cap: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,12 +132,20 @@ class Completion:
     """Token ids of one sampled answer, its end-of-sequence token included where it has one.
 
     `is_truncated`: it was cut at the length limit, so it has none. `sampled_logps`: the sampler's own log-prob of each
-    token in nats (len = number of ids), None where the sampler is the policy itself.
+    token in nats (len = number of ids), NaN for one that it has none of; None where the sampler is the policy itself.
     """
 
     ids: list[int]
     is_truncated: bool
     sampled_logps: list[float] | None = None
+
+
+class ServedToken(NamedTuple):
+    """A token's log-prob under the served teacher, and the ids (K) and log-probs (K) of the teacher's own top k."""
+
+    logp: float
+    ids: list[int]
+    logps: list[float]
 
 
 @dataclass(frozen=True, slots=True)
@@ -216,6 +248,23 @@ class Sequences:
 
 
 @dataclass(frozen=True, slots=True)
+class Served:
+    """The teacher of a microbatch as a server has scored it, in nats at temperature 1.
+
+    logps (B, T) of the tokens; ids, support_logps (B, T, K) of the teacher's own top k, K = 0 where none was asked
+    for. Zeros where nothing is distilled.
+    """
+
+    logps: Tensor
+    ids: Tensor
+    support_logps: Tensor
+
+    def to(self, device: torch.device | str) -> Served:
+        """The same values with every tensor on `device`."""
+        return _moved(self, device)
+
+
+@dataclass(frozen=True, slots=True)
 class TrainingBatch:
     """One microbatch.
 
@@ -224,8 +273,9 @@ class TrainingBatch:
     distillation_mask (B, T) bool, the tokens each loss term trains on (subsets of completion_mask); advantages (B,);
     old_logps (B, T), log-probs under the weights that sampled the block, None where those are still the current ones;
     reference_logps (B, T), log-probs under the initial policy, None where beta is 0; sampled_logps (B, T), the
-    sampler's own, None where it is the policy. Log-probs are of logits / temperature, in nats, 0 where no loss needs
-    them.
+    sampler's own of every token that exists, not finite where it has none, None unless every row has them; served,
+    what a server says of the teacher, None where the teacher is here. Log-probs are of logits / temperature, in nats,
+    0 on padding; those computed here are 0 also where no loss needs them.
     """
 
     student: Sequences
@@ -239,18 +289,19 @@ class TrainingBatch:
     reference_logps: Tensor | None = None
     sampled_logps: Tensor | None = None
     counts: LossCounts | None = None
+    served: Served | None = None
 
     def to(self, device: torch.device | str) -> TrainingBatch:
         """The same batch with every tensor on `device`."""
         return _moved(self, device)
 
 
-_Moved = TypeVar("_Moved", Sequences, TrainingBatch)
+_Moved = TypeVar("_Moved", Sequences, Served, TrainingBatch)
 
 
 def _moved(value: _Moved, device: torch.device | str) -> _Moved:
     found = {f.name: getattr(value, f.name) for f in fields(value)}
-    changes: dict[str, Any] = {n: v.to(device) for n, v in found.items() if isinstance(v, Tensor | Sequences)}
+    changes: dict[str, Any] = {n: v.to(device) for n, v in found.items() if isinstance(v, Tensor | Sequences | Served)}
     return replace(value, **changes)
 
 

@@ -25,6 +25,8 @@ SETTINGS = ObjectiveSettings(
     topk=None,
     is_clip=2.0,
     add_tail=False,
+    sampler_correction=None,
+    sampler_cap=2.0,
 )
 
 

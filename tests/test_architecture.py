@@ -29,6 +29,7 @@ LAYERS = (
         "teacher",
         "distributed",
         "loading",
+        "served_teacher",
     },
     {"callbacks"},
     {"checkpoint"},
@@ -39,6 +40,7 @@ SAME_LAYER = {
     ("config_rules", "types"),  # choices
     ("config_rules", "templates"),  # they are parsed at construction
     ("presets", "config_rules"),  # names of presets are a choice
+    ("generation", "distributed"),  # one server for all ranks
     ("generation", "collate"),  # prompts are padded for the sampler, and padding has one home
     ("forward", "collate"),  # the layout it tries the model on
     ("forward", "heads"),

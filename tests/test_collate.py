@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
-import pytest
+import math
 
-from sdpo.collate import lay_out, teacher_context_tensors
+import pytest
+import torch
+
+from sdpo.collate import collate, lay_out, teacher_context_tensors
+from sdpo.types import Completion, Rollout, Row, ScoredRollout, TeacherContext, TrainingBatch
 
 
 def test_a_sequence_without_a_prompt_is_refused() -> None:
@@ -22,3 +26,32 @@ def test_the_token_before_each_token_predicts_it() -> None:
 
 def test_no_rows_are_tensors_of_no_rows() -> None:
     assert {len(tensor) for tensor in teacher_context_tensors([], pad_token_id=0).values()} == {0}
+
+
+def row_of(ids: list[int], sampled_logps: list[float] | None) -> Row:
+    rollout = Rollout(0, "p", [1, 2], Completion(ids, False, sampled_logps), "c")
+    return Row(ScoredRollout(rollout, {}, 1.0, None), TeacherContext(), [1, 2], False, 0.5)
+
+
+def collated(rows: list[Row]) -> TrainingBatch:
+    return collate(rows, pad_token_id=0, mask_truncated_completions=False, weight=0.5, token_cost=None)
+
+
+def test_the_log_probs_of_the_sampler_are_padded_with_zeros_and_kept_as_they_are() -> None:
+    batch = collated([row_of([5, 6, 7], [-0.5, -math.inf, math.nan]), row_of([8], [-0.25])]).to("cpu")
+    assert batch.sampled_logps is not None and batch.sampled_logps.dtype == torch.float32
+    expected = torch.tensor([[-0.5, -math.inf, math.nan], [-0.25, 0.0, 0.0]])
+    assert torch.equal(batch.sampled_logps.nan_to_num(), expected.nan_to_num())
+    assert batch.sampled_logps.shape == batch.completion_ids.shape
+    meta = batch.to("meta").sampled_logps
+    assert meta is not None and meta.is_meta
+
+
+@pytest.mark.parametrize("sampled", [None, [-0.25]])
+def test_there_are_none_unless_every_row_has_them(sampled: list[float] | None) -> None:
+    assert collated([row_of([5], sampled), row_of([6], None)]).sampled_logps is None
+
+
+def test_log_probs_of_another_number_than_the_tokens_are_refused() -> None:
+    with pytest.raises(AssertionError, match="one log-prob a token"):
+        collated([row_of([5, 6], [-0.5]), row_of([6], [-0.1])])

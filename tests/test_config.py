@@ -105,6 +105,8 @@ DEFAULTS = {
     "vllm_tensor_parallel_size": 1,
     "vllm_gpu_memory_utilization": 0.3,
     "vllm_max_model_length": None,
+    "vllm_engine_kwargs": None,
+    "vllm_check_weights": False,
     "vllm_importance_sampling_correction": True,
     "vllm_importance_sampling_mode": "token_truncate",
     "vllm_importance_sampling_cap": 2.0,
@@ -419,6 +421,56 @@ def test_settings_of_model_generate_do_not_go_with_vllm() -> None:
     assert SDPOConfig(cache_implementation="static").sampling.cache_implementation == "static"
 
 
+@pytest.mark.parametrize("mode", ["token_truncate", "token_mask", "sequence_truncate", "sequence_mask"])
+def test_the_objective_corrects_for_vllm_as_asked_and_for_no_other_sampler(mode) -> None:
+    settings = {"vllm_importance_sampling_mode": mode, "vllm_importance_sampling_cap": 3.0}
+    objective = SDPOConfig(use_vllm=True, **settings).objective
+    assert (objective.sampler_correction, objective.sampler_cap) == (mode, 3.0)
+    assert SDPOConfig(**settings).objective.sampler_correction is None
+    off = SDPOConfig(use_vllm=True, vllm_importance_sampling_correction=False, **settings)
+    assert off.objective.sampler_correction is None
+
+
+RESHAPED = [
+    ({"top_p": 0.8}, "top_p=0.8"),
+    ({"top_k": 20}, "top_k=20"),
+    ({"min_p": 0.05}, "min_p=0.05"),
+    ({"repetition_penalty": 1.1}, "repetition_penalty=1.1"),
+    ({"generation_kwargs": {"top_p": 0.8}}, "top_p=0.8"),
+    ({"generation_kwargs": {"logit_bias": {1: 2.0}}}, "logit_bias={1: 2.0}"),
+    ({"generation_kwargs": {"presence_penalty": -0.5}}, "presence_penalty=-0.5"),
+    ({"top_p": 0.8, "top_k": 20}, "top_p=0.8, top_k=20"),
+]
+
+
+@pytest.mark.parametrize(("settings", "named"), RESHAPED)
+def test_the_correction_is_off_with_one_warning_where_vllm_draws_from_another_distribution(settings, named) -> None:
+    with pytest.warns(UserWarning) as caught:
+        config = SDPOConfig(use_vllm=True, **settings)
+    (message,) = [str(warning.message) for warning in caught]
+    assert message.startswith(f"{named}: ") and "vllm_importance_sampling_correction is off" in message
+    assert config.objective.sampler_correction is None
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"use_vllm": True},
+        {"use_vllm": True, "top_p": 0.8, "generation_kwargs": {"top_p": 1.0}},  # the override wins
+        {"use_vllm": True, "top_k": 20, "min_p": 0.1, "generation_kwargs": {"top_k": 0, "min_p": None}},
+        {"use_vllm": True, "temperature": 0.7, "min_p": 0.0, "generation_kwargs": {"seed": 1, "bad_words": []}},
+        {"use_vllm": True, "top_p": 0.8, "vllm_importance_sampling_correction": False},
+        {"top_p": 0.8, "top_k": 20},  # no vLLM
+    ],
+)
+def test_there_is_no_warning_where_the_correction_acts_or_was_not_to_act(settings) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        config = SDPOConfig(**settings)
+    is_on = config.use_vllm and config.vllm_importance_sampling_correction
+    assert config.objective.sampler_correction == ("token_truncate" if is_on else None)
+
+
 SERVED = {"use_teacher_server": True, "use_vllm": True, "vllm_mode": "server", "teacher_model_kind": "live"}
 
 
@@ -584,7 +636,7 @@ def test_an_unknown_generation_keyword_is_named_with_close_ones() -> None:
     message = refused("'max_tokens', which GenerationConfig does not know", generation_kwargs={"max_tokens": 5})
     assert "max_new_tokens" in message
     refused("'topp'", generation_kwargs={"topp": 0.9})
-    SDPOConfig(use_vllm=True, generation_kwargs={"max_tokens": 5, "logit_bias": {1: 2.0}})
+    SDPOConfig(use_vllm=True, generation_kwargs={"max_tokens": 5, "min_tokens": 0})
 
 
 @pytest.mark.parametrize(
@@ -866,6 +918,7 @@ def test_the_views_hold_the_fields_and_are_frozen() -> None:
         "loss_type": "dapo", "max_completion_length": 256, "temperature": 1.0, "beta": 0.0, "epsilon": 0.2,
         "epsilon_high": 0.2, "importance_sampling_level": "token", "weight": 1.0, "alpha": 0.5,
         "mode": "full_logits", "topk": None, "is_clip": 2.0, "add_tail": False,
+        "sampler_correction": None, "sampler_cap": 2.0,
     }  # fmt: skip
     assert dataclasses.asdict(config.teacher) == {
         "kind": "ema", "update_rate": 0.05, "sync_steps": 3, "dtype": None,
@@ -881,7 +934,7 @@ def test_the_views_hold_the_fields_and_are_frozen() -> None:
 @pytest.mark.parametrize(("use_vllm", "length_key"), [(False, "max_new_tokens"), (True, "max_tokens")])
 def test_generation_kwargs_win_in_the_sampler_and_in_the_objective(use_vllm, length_key) -> None:
     kwargs = {"temperature": 0.7, "top_p": 0.9, "top_k": 20, "min_p": 0.1, "repetition_penalty": 1.1, length_key: 64}
-    config = SDPOConfig(use_vllm=use_vllm, generation_kwargs=kwargs)
+    config = SDPOConfig(use_vllm=use_vllm, vllm_importance_sampling_correction=False, generation_kwargs=kwargs)
     sampling = config.sampling
     assert (sampling.temperature, sampling.top_p, sampling.top_k, sampling.min_p) == (0.7, 0.9, 20, 0.1)
     assert (sampling.repetition_penalty, sampling.max_completion_length) == (1.1, 64)

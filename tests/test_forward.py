@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import plain
@@ -30,6 +31,7 @@ from sdpo import chunk as chunk_module
 from sdpo import forward, heads
 from sdpo.collate import pad, sequences
 from sdpo.heads import find_head
+from sdpo.losses.objective import objective
 from sdpo.types import LossTerms, TokenTerms, TrainingBatch
 
 SETTINGS = replace(plain.SETTINGS, temperature=0.7, mode="sampled_token")
@@ -139,6 +141,48 @@ def test_values_and_gradients_equal_the_plain_ones_in_every_mode(
         assert mode == "topk_logits" and not add_tail, "the teacher is read on its support alone"
     else:
         assert (terms.credit - (taught - chosen) * mask).abs().max() < 1e-5
+
+
+@pytest.mark.parametrize("correction", ["token_truncate", "token_mask", "sequence_truncate", "sequence_mask"])
+@pytest.mark.parametrize("is_reused", [False, True])
+@pytest.mark.parametrize("level", ["token", "sequence"])
+@pytest.mark.parametrize("weight", [0.0, 0.5, 1.0])
+def test_the_correction_for_the_sampler_does_not_depend_on_the_cut_into_chunks(
+    tokenizer: Any, monkeypatch: pytest.MonkeyPatch, correction: Any, is_reused: bool, level: Any, weight: float
+) -> None:
+    """The objective by chunks of 3 tokens, and on whole log-probs with autograd. Rows have 4, 2 and 6 tokens."""
+    monkeypatch.setattr(chunk_module, "CPU_CHUNK", 3 * len(tokenizer))
+    settings = replace(
+        SETTINGS, weight=weight, sampler_correction=correction, importance_sampling_level=level, is_clip=1.5
+    )
+    batch, (prompts, teacher_prompts, completions) = make_batch()
+    model, teacher = make_model(tokenizer, seed=0), make_model(tokenizer, seed=1).requires_grad_(False)
+    logps = plain_logits(model, prompts, completions).log_softmax(-1)
+    chosen = logps.gather(-1, batch.completion_ids.unsqueeze(-1)).squeeze(-1) * batch.completion_mask
+    sampling = chosen.detach() + (0.05 if is_reused else 0.0)
+    # Ratios: tokens above and below the cap of 2 in the first row, whose product is 1.2; products 3 and 0.8 else.
+    ratios = torch.tensor([[3.0, 0.5, 0.8, 1.0, 1, 1], [1.5, 2.0, 1, 1, 1, 1], [0.8, 1.0, 1.0, 1.0, 0.5, 2.0]])
+    sampled_logps = (sampling - ratios.log()).masked_fill(~batch.completion_mask, 0.0)
+    batch = replace(batch, old_logps=sampling if is_reused else None, sampled_logps=sampled_logps)
+
+    taught = plain_logits(teacher, teacher_prompts, completions).log_softmax(-1)
+    taught = taught.gather(-1, batch.completion_ids.unsqueeze(-1)).squeeze(-1)
+    divergence = plain.sampled_token_kl(chosen, taught)
+    whole = objective(TokenTerms(chosen, torch.zeros_like(chosen), divergence), batch, settings)
+    whole.loss.backward()
+    gradients = [p.grad.clone() for p in model.parameters()]
+    model.zero_grad()
+
+    loss_of = partial(objective, batch=batch, settings=settings)
+    parts = [(teacher, 1.0)] if weight > 0 else []
+    found, _ = forward.token_loss(model, find_head(model), batch, settings, loss_of, teacher=parts)
+    found.loss.backward()
+    assert (found.loss - whole.loss).abs() < 1e-5
+    for parameter, gradient in zip(model.parameters(), gradients, strict=True):
+        assert (parameter.grad - gradient).abs().max() < 1e-5
+    for name in ("sampling/importance_weight", "sampling/logp_difference", "sampling/cut_fraction"):
+        for number, expected in zip(found.sums[name], whole.sums[name], strict=True):
+            assert (number - expected).abs() < 1e-4
 
 
 @pytest.mark.parametrize(("mode", "topk", "add_tail", "alpha"), MODES)

@@ -127,14 +127,10 @@ def test_dropout_is_disabled_on_request_also_in_a_new_adapter(is_disabled: bool)
 # --- before anything is loaded ---------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "settings",
-    [{"use_vllm": True},
-     {"use_vllm": True, "vllm_mode": "server", "use_teacher_server": True, "teacher_model_kind": "live"}],
-)  # fmt: skip
-def test_vllm_is_refused_before_the_model_is_loaded(settings: dict[str, Any]) -> None:
-    with pytest.raises(ValueError, match="use_vllm=True is not available yet"):
-        SDPOTrainer("no such model", lambda **_: [], SDPOConfig(**settings))
+def test_vllm_is_asked_for_before_the_model_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(ImportError, match=r"pip install 'sdpo\[vllm\]'"):
+        SDPOTrainer("no such model", lambda **_: [], SDPOConfig(use_vllm=True))
 
 
 def test_a_batch_size_that_changes_during_the_run_is_refused() -> None:

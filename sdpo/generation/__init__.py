@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 from accelerate import Accelerator
 from torch import nn
 
 from sdpo.generation.transformers import TransformersGenerator, generation_config, is_plain_sampling
-from sdpo.types import Completion, SamplingSettings
+from sdpo.types import Completion, EngineSettings, SamplingSettings
 
 
 class Generator(Protocol):
@@ -25,23 +25,33 @@ class Generator(Protocol):
 
 
 def build_generator(
-    *,
-    use_vllm: bool,
     get_model: Callable[[], nn.Module],
+    *,
     accelerator: Accelerator,
-    pad_token_id: int,
-    bos_token_id: int | None,
+    processing_class: Any,
+    tokenizer: Any,
     eos_token_ids: Sequence[int],
     sampling: SamplingSettings,
+    engine: EngineSettings | None,
 ) -> Generator:
-    """The generator that the settings ask for."""
-    if use_vllm:
-        raise ValueError("use_vllm=True is not available yet; set use_vllm=False to sample with transformers.")
+    """The generator that the settings ask for; `engine` None: the policy itself, by transformers."""
+    common: dict[str, Any] = {"accelerator": accelerator, "sampling": sampling, "eos_token_ids": eos_token_ids}
+    if engine is not None and engine.mode == "server":
+        from sdpo.generation.server import ServerGenerator
+
+        return ServerGenerator(get_model, settings=engine, **common)
+    if engine is not None:
+        from sdpo.generation.vllm import ColocatedGenerator
+
+        return ColocatedGenerator(get_model, processing_class=processing_class, settings=engine, **common)
     return TransformersGenerator(
         get_model,
         accelerator=accelerator,
         config=generation_config(
-            sampling, pad_token_id=pad_token_id, bos_token_id=bos_token_id, eos_token_ids=eos_token_ids
+            sampling,
+            pad_token_id=tokenizer.pad_token_id,
+            bos_token_id=tokenizer.bos_token_id,
+            eos_token_ids=eos_token_ids,
         ),
         is_plain=is_plain_sampling(sampling),
     )

@@ -96,6 +96,15 @@ def tail_logp(logits: Tensor, support_ids: Tensor, *, log_normalizer: Tensor | N
     return logits.scatter(-1, support_ids, -math.inf).logsumexp(dim=-1) - log_normalizer
 
 
+def rest_logp(logps: Tensor) -> Tensor:
+    """Log of the mass outside a support (...), in nats, from normalized log-probs (..., K); at least fp32's smallest.
+
+    Only as precise as the log-probs: a rest below their rounding is lost, where `tail_logp` would find it.
+    """
+    mass = _upcast(logps).exp().sum(dim=-1)
+    return (1 - mass).clamp(min=torch.finfo(mass.dtype).tiny).log()
+
+
 def masked(values: Tensor, mask: Tensor) -> Tensor:
     """`values` (...) or (..., K) where `mask` (...) is true, else 0, which is also their gradient there.
 

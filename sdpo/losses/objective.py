@@ -16,6 +16,7 @@ from torch import Tensor
 
 from sdpo.losses.divergence import importance_weight, masked
 from sdpo.losses.policy import policy_loss, reference_kl
+from sdpo.losses.sampler import sampler_weight
 from sdpo.types import LossTerms, LossType, ObjectiveSettings, TokenTerms, TrainingBatch
 
 Fraction = tuple[Tensor, Tensor]
@@ -106,8 +107,34 @@ def _reduced(per_token: Tensor, mask: Tensor, settings: ObjectiveSettings, count
     )
 
 
-def policy_term(terms: TokenTerms, batch: TrainingBatch, settings: ObjectiveSettings) -> LossTerms:
-    """Clipped surrogate plus beta times the KL to the reference policy, over the tokens of `policy_mask`."""
+def sampler_correction(
+    logps: Tensor, batch: TrainingBatch, mask: Tensor, settings: ObjectiveSettings
+) -> tuple[Tensor | None, dict[str, Fraction]]:
+    """Weight of each token's loss for the sampler's own log-probs (B, T), None for none, and what to log of it.
+
+    `logps` (B, T) under the current weights; `mask` (B, T), the tokens of either term.
+    """
+    sampled = batch.sampled_logps
+    if settings.sampler_correction is None or sampled is None:
+        return None, {}
+    trainer = logps.detach() if batch.old_logps is None else batch.old_logps
+    weight, is_cut = sampler_weight(trainer, sampled, mask, mode=settings.sampler_correction, cap=settings.sampler_cap)
+    is_known = mask & sampled.isfinite()
+    return weight, {
+        "sampling/logp_difference": mean_fraction((trainer - sampled).abs(), is_known),
+        "sampling/importance_weight": mean_fraction(weight, mask),
+        "sampling/cut_fraction": mean_fraction(is_cut.to(weight.dtype), mask),
+        "sampling/unknown_fraction": mean_fraction((~is_known).to(weight.dtype), mask),
+    }
+
+
+def policy_term(
+    terms: TokenTerms, batch: TrainingBatch, settings: ObjectiveSettings, correction: Tensor | None = None
+) -> LossTerms:
+    """Clipped surrogate plus beta times the KL to the reference policy, over the tokens of `policy_mask`.
+
+    `correction` (B, T) weighs the surrogate, not the KL.
+    """
     mask, step = batch.policy_mask, batch.counts
     per_token, is_clipped = policy_loss(
         terms.logps,
@@ -121,6 +148,8 @@ def policy_term(terms: TokenTerms, batch: TrainingBatch, settings: ObjectiveSett
     sums: dict[str, Fraction] = {}
     if batch.old_logps is not None:
         sums["policy/clip_fraction"] = mean_fraction(is_clipped.to(per_token.dtype), mask)
+    if correction is not None:
+        per_token = per_token * correction
     if settings.beta > 0:
         assert batch.reference_logps is not None, "a beta above 0 needs the reference's log-probs"
         kl = reference_kl(masked(terms.logps, mask), masked(batch.reference_logps, mask))
@@ -135,8 +164,10 @@ def policy_term(terms: TokenTerms, batch: TrainingBatch, settings: ObjectiveSett
     return LossTerms(_reduced(per_token, mask, settings, counts), sums)
 
 
-def distillation_term(terms: TokenTerms, batch: TrainingBatch, settings: ObjectiveSettings) -> LossTerms:
-    """Divergence of student and teacher over the tokens of `distillation_mask`.
+def distillation_term(
+    terms: TokenTerms, batch: TrainingBatch, settings: ObjectiveSettings, correction: Tensor | None = None
+) -> LossTerms:
+    """Divergence of student and teacher over the tokens of `distillation_mask`, weighed by `correction` (B, T).
 
     Where the block is reused, each token is weighed by its truncated importance ratio; `is_clip` None turns that off.
     """
@@ -146,6 +177,8 @@ def distillation_term(terms: TokenTerms, batch: TrainingBatch, settings: Objecti
     if batch.old_logps is not None and settings.is_clip is not None:
         logps, old_logps = masked(terms.logps, mask), masked(batch.old_logps, mask)
         per_token = per_token * importance_weight(logps, old_logps, cap=settings.is_clip)
+    if correction is not None:
+        per_token = per_token * correction
 
     if step is None:
         counts = own_counts(mask)
@@ -162,22 +195,26 @@ def objective(terms: TokenTerms, batch: TrainingBatch, settings: ObjectiveSettin
     """(1 - w) policy + w distillation of one microbatch, w = `settings.weight`, and what to log of it.
 
     A term of weight 0 is not computed and not logged; beta belongs to the policy term. Without `batch.counts` the
-    microbatch is its own step. Metrics: each term's value under its own reduction (see `loss_fraction`) before its
-    weight; "kl", the estimate that beta multiplies; "entropy", over the tokens of the terms computed; and the credit
-    log teacher - log student of the sampled tokens. All but the fractions in nats.
+    microbatch is its own step. Where the sampler has log-probs of its own, both terms are weighed for it, beta's KL is
+    not, and the denominators stay. Metrics: each term's value under its own reduction (see `loss_fraction`) before its
+    weight; "kl", the estimate that beta multiplies; "entropy", over the tokens of the terms computed; the credit
+    log teacher - log student of the sampled tokens; and sampler and trainer compared. All in nats but fractions and
+    weights.
     """
     loss = terms.logps.new_zeros(())
     in_loss = torch.zeros_like(batch.completion_mask)
-    sums: dict[str, Fraction] = {}
     if settings.weight < 1:
-        policy = policy_term(terms, batch, settings)
-        loss = loss + (1 - settings.weight) * policy.loss
         in_loss = in_loss | batch.policy_mask
+    if settings.weight > 0:
+        in_loss = in_loss | batch.distillation_mask
+    correction, sums = sampler_correction(terms.logps, batch, in_loss, settings)
+    if settings.weight < 1:
+        policy = policy_term(terms, batch, settings, correction)
+        loss = loss + (1 - settings.weight) * policy.loss
         sums.update(policy.sums)
     if settings.weight > 0:
-        distillation = distillation_term(terms, batch, settings)
+        distillation = distillation_term(terms, batch, settings, correction)
         loss = loss + settings.weight * distillation.loss
-        in_loss = in_loss | batch.distillation_mask
         sums.update(distillation.sums)
     sums["entropy"] = mean_fraction(terms.entropy, in_loss)
     return LossTerms(loss, sums)

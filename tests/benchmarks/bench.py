@@ -3,10 +3,10 @@
     python tests/benchmarks/bench.py [--repeats 5] [--cases bigvocab-topk ...] [--scaling | --options]
 
 Each measurement is a process of its own; the two libraries take turns, with the same model, seed, prompts and
-completion lengths. Times are CPU seconds a step on one thread, medians over the repeats. Memory is the peak of a step
-over what the trainer holds between two steps (weights, teacher, the optimizer's state); "over built" also counts the
-optimizer's state, which the first step makes. `--scaling` varies tokens, vocabulary and the share of active rows, and
-`--options` precision, checkpointing and compilation, for this library alone.
+completion lengths. Times are CPU seconds a step on one thread, medians over the repeats. Memory is the peak over the
+built trainer and the optimizer's state, which no step can do without; "over built" counts that state too. `--scaling`
+varies tokens, vocabulary and the share of active rows, and `--options` precision, checkpointing and compilation, for
+this library alone.
 """
 
 from __future__ import annotations
@@ -147,27 +147,27 @@ def worker(package: str, case: dict[str, Any]) -> dict[str, float]:
         return result
 
     setattr(owner, name, timed)
-    marks: list[tuple[float, float, float]] = []
+    marks: list[tuple[float, float]] = []
 
     class Clock(TrainerCallback):
         def on_step_end(self, *_: Any, **__: Any) -> None:
-            marks.append((time.process_time(), sampling, rss()))
-            if len(marks) == 1:
-                Path("/proc/self/clear_refs").write_text("5")  # the peak counts from here
+            marks.append((time.process_time(), sampling))
 
     trainer.add_callback(Clock())
     built = rss()
+    Path("/proc/self/clear_refs").write_text("5")  # the peak counts from here
     trainer.train()
     number = len(marks) - 1
     whole = (marks[-1][0] - marks[0][0]) / number
     drawn = (marks[-1][1] - marks[0][1]) / number
-    peak = peak_rss()
+    over_built = peak_rss() - built
+    moments = [value for state in trainer.optimizer.state.values() for value in state.values() if value.ndim]
     return {
         "step": whole,
         "sampling": drawn,
         "rest": whole - drawn,
-        "memory": peak - marks[0][2],
-        "over built": peak - built,
+        "memory": over_built - sum(value.nbytes for value in moments) / 1e6,
+        "over built": over_built,
     }
 
 

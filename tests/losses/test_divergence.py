@@ -14,6 +14,7 @@ from sdpo.losses.divergence import (
     importance_weight,
     masked,
     renormalize,
+    rest_logp,
     tail_logp,
     with_tail,
 )
@@ -407,3 +408,9 @@ def test_no_gradient_passes_through_an_importance_weight():
 
 def test_importance_weight_that_overflows_is_the_cap():
     assert importance_weight(torch.tensor([0.0]), torch.tensor([-200.0]), cap=2.0) == 2.0
+
+
+def test_rest_logp_is_what_a_support_leaves():
+    close(rest_logp(logs(0.5, 0.2)), math.log(0.3))
+    assert rest_logp(torch.zeros(1)).isfinite(), "a support with all the mass"
+    assert rest_logp(torch.tensor([-1.0], dtype=torch.bfloat16)).dtype == torch.float32

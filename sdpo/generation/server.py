@@ -1,0 +1,306 @@
+"""Sampling and scoring by a vLLM server, which is given the policy's weights over HTTP calls and a data plane.
+
+TRL's client makes the requests, reads the answers and knows the versions of vLLM; here are time limits, retries, what
+happens when the server is started again, and the ranks. Letters: T tokens of a completion, K support.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from itertools import groupby
+from typing import Any, TypeVar
+
+import requests
+import torch
+from accelerate import Accelerator
+from torch import Tensor, nn
+from trl.generation.vllm_client import VLLMClient
+
+from sdpo import distributed
+from sdpo.generation.engine import check_weights, completion_of, sampling_params
+from sdpo.generation.vllm import DataPlane, data_plane
+from sdpo.generation.weights import check_engine_can_hold, describe, engine_weights
+from sdpo.types import Completion, EngineSettings, SamplingSettings, ServedToken
+
+T = TypeVar("T")
+FIRST_WAIT, LONGEST_WAIT = 0.5, 8.0  # seconds between two tries, doubled each time
+TRANSIENT = (500, 502, 503, 504)
+DEV_MODE = "Start it with VLLM_SERVER_DEV_MODE=1 in its environment"
+
+
+class ServerGone(RuntimeError):
+    """The server that answers is not the one that was given the weights."""
+
+
+class Client(VLLMClient):
+    """TRL's client with a time limit on every request, retries with backoff, and the server's own words in errors."""
+
+    def __init__(self, base_url: str, *, group_port: int, timeout: float, device: torch.device):
+        # Not TRL's: its session retries by itself, without a limit in time, and its first check has none either.
+        self.base_url, self.group_port, self.timeout = base_url.rstrip("/"), group_port, timeout
+        self.device, self.session = device, requests.Session()
+        self.plane: DataPlane | None = None
+        self.communicator: Any = None
+        self._updating_weights = False
+        self.instance: str | None = None
+        self.check_server(timeout)
+        self.model = self._get(f"{self.base_url}/v1/models")["data"][0]["id"]
+
+    def check_server(self, total_timeout: float = 0.0, retry_interval: float = FIRST_WAIT) -> None:
+        self._request("GET", f"{self.base_url}/health")
+
+    def _get(self, url: str, **arguments: Any) -> Any:
+        return self._request("GET", url, **arguments)
+
+    def _post(self, url: str, **arguments: Any) -> Any:
+        return self._request("POST", url, **arguments)
+
+    def _request(self, method: str, url: str, **arguments: Any) -> Any:
+        """The answer's JSON, None for an empty one; tries again until the time is up.
+
+        Raises:
+            ConnectionError: no good answer within the time limit.
+            ValueError: the server refuses the request.
+        """
+        end, wait, said = time.monotonic() + self.timeout, FIRST_WAIT, "nothing"
+        while True:
+            left = end - time.monotonic()
+            if left <= 0:
+                raise ConnectionError(
+                    f"No good answer from the vLLM server at {url} within vllm_server_timeout={self.timeout:g} "
+                    f"seconds. It said last: {said}. See that the server runs (`vllm serve`), or raise the limit."
+                )
+            try:
+                answer = self.session.request(method, url, timeout=(min(left, 10.0), left), **arguments)
+            except requests.RequestException as error:
+                said = f"{type(error).__name__}: {error}"
+            else:
+                if answer.status_code == 200:
+                    return answer.json() if answer.content else None
+                said = f"{answer.status_code}, {answer.text[:2000]}"
+                if answer.status_code not in TRANSIENT:
+                    self._raise_if_gone(url)
+                    raise ValueError(f"The vLLM server refuses {url}: {said}")
+            self._raise_if_gone(url)
+            time.sleep(max(0.0, min(wait, end - time.monotonic())))
+            wait = min(2 * wait, LONGEST_WAIT)
+
+    def _raise_if_gone(self, url: str) -> None:
+        """Ends a request that has failed where another server answers by now."""
+        if self.instance is None or url.endswith("/server_info"):
+            return
+        try:
+            answer = self.session.get(f"{self.base_url}/server_info", params={"config_format": "json"}, timeout=5.0)
+            instance = answer.json()["vllm_config"]["instance_id"]
+        except (requests.RequestException, ValueError, KeyError):
+            return  # none answers yet
+        if str(instance) != self.instance:
+            raise ServerGone
+
+    def find_instance(self) -> str:
+        """A name that a server keeps while it lives."""
+        try:
+            config = self._get(f"{self.base_url}/server_info", params={"config_format": "json"})["vllm_config"]
+        except ValueError as error:
+            raise ValueError(
+                f"The vLLM server at {self.base_url} has no development endpoints. {DEV_MODE}."
+            ) from error
+        self._check(config)
+        return str(config["instance_id"])
+
+    def _check(self, config: Any) -> None:
+        transfer = config.get("weight_transfer_config") or {}
+        self.plane = data_plane(self.device)
+        if transfer.get("backend") != self.plane.backend:
+            raise ValueError(
+                f"The vLLM server at {self.base_url} transfers weights by {transfer.get('backend')!r}, and the "
+                f"trainer on {self.device.type} by {self.plane.backend!r}. Start it with "
+                f"""--weight-transfer-config '{{"backend": "{self.plane.backend}"}}'."""
+            )
+        mode = (config.get("model_config") or {}).get("logprobs_mode", "processed_logprobs")
+        if mode != "processed_logprobs":
+            raise ValueError(
+                f"The vLLM server at {self.base_url} reports {mode!r}, which are not those of the distribution it "
+                "draws from. Start it with --logprobs-mode processed_logprobs."
+            )
+
+    def connect(self) -> None:
+        """Joins the server's workers in a group for weights, anew where there was one before."""
+        self.instance = None
+        instance = self.find_instance()
+        self.close_communicator()
+        assert self.plane is not None
+        self.plane.open(self, self.device)
+        self.instance = instance
+
+    def send(self, metadata: list[tuple[str, str, list[int]]], weights: Iterator[tuple[str, Tensor]]) -> None:
+        """Weights to all workers."""
+        assert self.plane is not None
+        self.plane.send(self, metadata, weights)
+        self.reset_prefix_cache()
+
+    def ask(self, question: Callable[[], T]) -> T:
+        """The answer of the server that has the weights.
+
+        Raises:
+            ServerGone: it was started again; the answer, if any, is thrown away.
+        """
+        if self.find_instance() != self.instance:
+            raise ServerGone
+        answer = question()
+        if self.find_instance() != self.instance:
+            raise ServerGone
+        return answer
+
+
+class ServerGenerator:
+    """Samples with a vLLM server; the main process talks to it for all ranks.
+
+    The server is given the weights when they have changed, and again when it has been started anew.
+    """
+
+    def __init__(
+        self,
+        get_model: Callable[[], nn.Module],
+        *,
+        accelerator: Accelerator,
+        settings: EngineSettings,
+        sampling: SamplingSettings,
+        eos_token_ids: Sequence[int],
+    ):
+        self.get_model, self.accelerator, self.settings = get_model, accelerator, settings
+        self.sampling, self.eos_token_ids = sampling, frozenset(eos_token_ids)
+        check_engine_can_hold(accelerator.unwrap_model(get_model()))
+        self._metadata: list[tuple[str, str, list[int]]] | None = None
+        self._pushed_step: int | None = None
+        self._step = 0
+        self._client: Client | None = None
+        distributed.from_main(self._connect, accelerator)
+
+    @property
+    def client(self) -> Client:
+        assert self._client is not None, "only the main process talks to the server"
+        return self._client
+
+    def _connect(self) -> None:
+        settings = self.settings
+        self._client = Client(
+            settings.server_url,
+            group_port=settings.group_port,
+            timeout=settings.server_timeout,
+            device=self.accelerator.device,
+        )
+        self._client.connect()
+
+    def sync(self, step: int) -> None:
+        self._step = step
+        if self._pushed_step != step:
+            self._push()
+
+    def _push(self) -> None:
+        """The policy's weights to the server, joined anew where it has been started again. On every rank."""
+        policy = self.accelerator.unwrap_model(self.get_model())
+        if self._metadata is None:  # all are announced before the first is sent
+            self._metadata = describe(engine_weights(policy))
+        is_sent = False
+        while not is_sent:
+            distributed.from_main(self._join, self.accelerator)
+            weights = engine_weights(policy)
+            failure = self._send(weights) if self.accelerator.is_main_process else None
+            for _ in weights:  # every rank takes part in gathering, also where sending has failed
+                pass
+            is_sent = distributed.from_main(partial(_outcome, failure), self.accelerator)
+        self._pushed_step = self._step
+        if self.settings.check_weights:
+            score = self._prompt_logps if self.accelerator.is_main_process else None
+            check_weights(self.get_model(), score, device=self.accelerator.device)
+
+    def _send(self, weights: Iterator[tuple[str, Tensor]]) -> Exception | None:
+        try:
+            self.client.send(self._metadata or [], weights)
+        except Exception as error:
+            return error
+        return None
+
+    def _join(self) -> None:
+        if self.client.find_instance() != self.client.instance:
+            self.client.connect()
+
+    def _ask(self, question: Callable[[], T]) -> T:
+        """The main process's question to a server that has the weights; the answer is known to all ranks."""
+        while True:
+            answer: T | None = distributed.from_main(lambda: self._try(question), self.accelerator)
+            if answer is not None:
+                return answer
+            self._push()
+
+    def _try(self, question: Callable[[], T]) -> T | None:
+        try:
+            return self.client.ask(question)
+        except ServerGone:
+            return None
+
+    def generate(self, prompt_ids: Sequence[list[int]]) -> list[Completion]:
+        world, first = distributed.gather_rows(list(prompt_ids), self.accelerator)
+        groups = [(list(ids), len(list(copies))) for ids, copies in groupby(world)]
+        if not groups:
+            return []
+        drawn = self._ask(lambda: self._draw(groups))
+        return drawn[first : first + len(prompt_ids)]
+
+    def _draw(self, groups: Sequence[tuple[list[int], int]]) -> list[Completion]:
+        """Completions of every group; those of the same size in one request."""
+        found: dict[int, list[Completion]] = {}
+        for size in {size for _, size in groups}:
+            chosen = [i for i, group in enumerate(groups) if group[1] == size]
+            values = sampling_params(self.sampling, number=size, eos_token_ids=self.eos_token_ids)
+            values.pop("n")
+            output = self.client.generate([groups[i][0] for i in chosen], n=size, generation_kwargs=values)
+            logps = output["logprobs"] or [None] * len(output["completion_ids"])
+            completions = [
+                completion_of(
+                    ids,
+                    None if steps is None else [step[0] for step in steps],
+                    eos_token_ids=self.eos_token_ids,
+                    limit=self.sampling.max_completion_length,
+                )
+                for ids, steps in zip(output["completion_ids"], logps, strict=True)
+            ]
+            for place, i in enumerate(chosen):
+                found[i] = completions[place * size : (place + 1) * size]
+        return [completion for i in range(len(groups)) for completion in found[i]]
+
+    def score(self, sequences: Sequence[tuple[list[int], list[int]]], *, topk: int) -> list[list[ServedToken]]:
+        """Of each (prompt, completion), the engine's values of each completion token, for this rank's sequences.
+
+        At temperature 1: prompt log-probs of vLLM ignore it. `topk` 0: of the token itself only.
+        """
+        world, first = distributed.gather_rows(list(sequences), self.accelerator)
+        scored = self._ask(lambda: self._score(world, topk)) if world else []
+        return scored[first : first + len(sequences)]
+
+    def _score(self, sequences: Sequence[tuple[list[int], list[int]]], topk: int) -> list[list[ServedToken]]:
+        output = self.client.get_sequence_logprobs(
+            [[*prompt, *completion] for prompt, completion in sequences],
+            [len(prompt) for prompt, _ in sequences],
+            top_logprobs=topk,
+            chunk_size=8,
+        )
+        columns = (output["actual_logprobs"], output["logprob_token_ids"], output["logprobs"])
+        return [
+            [ServedToken(own[0], ids, logps) for own, ids, logps in zip(*row, strict=True)]
+            for row in zip(*columns, strict=True)
+        ]
+
+    def _prompt_logps(self, ids: list[int]) -> list[float]:
+        [row] = self._score([(ids[:1], ids[1:])], 0)
+        return [token.logp for token in row]
+
+
+def _outcome(failure: Exception | None) -> bool:
+    """Whether sending succeeded; a server that was started again meanwhile is no failure."""
+    if failure is not None and not isinstance(failure, ServerGone):
+        raise failure
+    return failure is None

@@ -1,0 +1,244 @@
+"""vLLM in the trainer's process, and the ways to send weights to its server; the only module that imports vllm.
+
+Letters: T tokens of a completion.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from itertools import groupby
+from types import SimpleNamespace
+from typing import Any, Protocol
+
+import torch
+from accelerate import Accelerator
+from torch import Tensor, nn
+
+from sdpo import distributed
+from sdpo.generation.engine import check_weights, completion_of, sampling_params
+from sdpo.generation.weights import check_engine_can_hold, engine_weights
+from sdpo.types import Completion, EngineSettings, SamplingSettings
+
+Announced = tuple[str, str, list[int]]
+"""Name, dtype without "torch.", and shape of a tensor that is sent."""
+
+
+class ColocatedGenerator:
+    """Samples with an engine in this process, which is given the policy's weights whenever they have changed.
+
+    The engine starts with no weights of its own: its folder holds the policy's configuration and tokenizer, and what
+    it samples with comes from the policy in memory.
+    """
+
+    def __init__(
+        self,
+        get_model: Callable[[], nn.Module],
+        *,
+        accelerator: Accelerator,
+        processing_class: Any,
+        settings: EngineSettings,
+        sampling: SamplingSettings,
+        eos_token_ids: Sequence[int],
+    ):
+        self.get_model, self.accelerator, self.settings = get_model, accelerator, settings
+        self.sampling, self.eos_token_ids = sampling, frozenset(eos_token_ids)
+        policy = accelerator.unwrap_model(get_model())
+        check_engine_can_hold(policy)
+        self._tp_group = _tensor_parallel_group(accelerator, settings.tensor_parallel_size)
+        with _own_randomness(accelerator):
+            self.engine = self._start(policy, processing_class)
+        self._pushed_step: int | None = None
+        if settings.enable_sleep_mode:
+            self.engine.sleep(level=2)
+        distributed.wait(accelerator)
+
+    def _start(self, policy: Any, processing_class: Any) -> Any:
+        processes, settings = self.accelerator.num_processes, self.settings
+        if processes == 1:
+            os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")  # the engine's model has to be in reach
+        else:
+            for name, value in (
+                ("RANK", self.accelerator.process_index),
+                ("LOCAL_RANK", self.accelerator.local_process_index),
+                ("WORLD_SIZE", processes),
+            ):
+                os.environ[name] = str(value)
+        import vllm
+
+        with tempfile.TemporaryDirectory() as folder:
+            policy.config.save_pretrained(folder)
+            processing_class.save_pretrained(folder)
+            arguments: dict[str, Any] = {
+                "model": policy.config._name_or_path if settings.trust_remote_code else folder,
+                "load_format": "dummy",
+                "dtype": str(policy.dtype).removeprefix("torch."),
+                "tensor_parallel_size": settings.tensor_parallel_size,
+                "gpu_memory_utilization": settings.gpu_memory_utilization,
+                "max_model_len": settings.max_model_length,
+                "enable_sleep_mode": settings.enable_sleep_mode,
+                "model_impl": settings.model_impl,
+                "trust_remote_code": settings.trust_remote_code,
+                "logprobs_mode": "processed_logprobs",  # of the distribution that is drawn from
+                "seed": self.accelerator.process_index // settings.tensor_parallel_size,
+            }
+            if processes > 1:
+                arguments["distributed_executor_backend"] = "external_launcher"
+            return vllm.LLM(**{**arguments, **settings.engine_kwargs})
+
+    def sync(self, step: int) -> None:
+        if self._pushed_step == step:
+            return
+        if self.settings.enable_sleep_mode:
+            self.engine.wake_up(tags=["weights"])
+        model = self.get_model()
+        worker = self.engine.llm_engine.model_executor.driver_worker
+        worker.model_runner.model.load_weights(engine_weights(self.accelerator.unwrap_model(model)))
+        self.engine.reset_prefix_cache()
+        self._pushed_step = step
+        if self.settings.check_weights:
+            if self.settings.enable_sleep_mode:
+                self.engine.wake_up(tags=["kv_cache"])
+            check_weights(model, self._prompt_logps, device=self.accelerator.device)
+
+    def generate(self, prompt_ids: Sequence[list[int]]) -> list[Completion]:
+        # All ranks of a tensor-parallel engine work on the prompts of all of them, and each keeps its own.
+        world, first = distributed.gather_in(prompt_ids, self._tp_group)
+        groups = [(list(ids), len(list(copies))) for ids, copies in groupby(world)]
+        if self.settings.enable_sleep_mode:
+            self.engine.wake_up(tags=["kv_cache"])
+        import vllm
+
+        parameters = [self._parameters(vllm, number) for _, number in groups]
+        prompts = [{"prompt_token_ids": ids} for ids, _ in groups]
+        with _own_randomness(self.accelerator, self.settings.tensor_parallel_size):
+            outputs = self.engine.generate(prompts, parameters, use_tqdm=False) if prompts else []
+        if self.settings.enable_sleep_mode:
+            self.engine.sleep(level=2)
+            self._pushed_step = None  # the weights are gone
+        drawn = [output for request in outputs for output in request.outputs]
+        limit = self.sampling.max_completion_length
+        return [
+            completion_of(
+                list(output.token_ids),
+                [step[token].logprob for token, step in zip(output.token_ids, output.logprobs, strict=True)],
+                eos_token_ids=self.eos_token_ids,
+                limit=limit,
+            )
+            for output in drawn[first : first + len(prompt_ids)]
+        ]
+
+    def _parameters(self, vllm: Any, number: int) -> Any:
+        values = sampling_params(self.sampling, number=number, eos_token_ids=self.eos_token_ids)
+        structure = values.get("structured_outputs")
+        if isinstance(structure, dict):
+            values["structured_outputs"] = vllm.sampling_params.StructuredOutputsParams(**structure)
+        return vllm.SamplingParams(**values)
+
+    def _prompt_logps(self, ids: list[int]) -> list[float]:
+        """Log-probs of ids[1:], each given those before it."""
+        import vllm
+
+        parameters = vllm.SamplingParams(max_tokens=1, temperature=1.0, prompt_logprobs=0)
+        [output] = self.engine.generate([{"prompt_token_ids": ids}], parameters, use_tqdm=False)
+        return [step[token].logprob for token, step in zip(ids[1:], output.prompt_logprobs[1:], strict=True)]
+
+
+def _tensor_parallel_group(accelerator: Accelerator, size: int) -> Any:
+    if size == 1:
+        return None
+    if accelerator.num_processes % size:
+        raise ValueError(
+            f"vllm_tensor_parallel_size={size} does not divide the {accelerator.num_processes} processes. Choose a "
+            "divisor, or start another number of processes."
+        )
+    return distributed.subgroup(accelerator, size)
+
+
+@contextmanager
+def _own_randomness(accelerator: Accelerator, size: int = 1) -> Iterator[None]:
+    """Inside, random numbers of a seed drawn from the trainer's; the engine seeds and uses the process's generators.
+
+    So what the engine draws depends on the state of the run alone, and the trainer's own numbers on nothing the engine
+    does. Ranks of one engine draw the same.
+    """
+    seed = int(torch.randint(2**31, ()).item()) + accelerator.process_index // size
+    devices = [accelerator.device] if accelerator.device.type == "cuda" else []
+    with torch.random.fork_rng(devices=devices):
+        torch.manual_seed(seed)
+        yield
+
+
+class DataPlane(Protocol):
+    """How tensors reach a server's workers, beside the HTTP calls that announce them."""
+
+    backend: str
+    """What the server calls it."""
+
+    def open(self, client: Any, device: torch.device) -> None:
+        """Joins the workers in a group, the trainer being its first member."""
+
+    def send(self, client: Any, metadata: list[Announced], weights: Iterator[tuple[str, Tensor]]) -> None:
+        """Announces and sends the weights, in the same order."""
+
+
+def data_plane(device: torch.device) -> DataPlane:
+    """The plane for a trainer on this device."""
+    return NcclPlane() if device.type == "cuda" else ProcessGroupPlane()
+
+
+class NcclPlane:
+    """NCCL, by TRL's client, which knows the differences between the versions of vLLM."""
+
+    backend = "nccl"
+
+    def open(self, client: Any, device: torch.device) -> None:
+        client.init_communicator(device)
+
+    def send(self, client: Any, metadata: list[Announced], weights: Iterator[tuple[str, Tensor]]) -> None:
+        client.update_named_params(metadata, weights)
+
+
+class ProcessGroupPlane:
+    """The same calls with the tensors over vLLM's group of processes on CPUs, a store of messages.
+
+    vLLM's own backends need CUDA: the server needs a plugin that registers this one.
+    """
+
+    backend = "process_group"
+
+    def open(self, client: Any, device: torch.device) -> None:
+        from vllm.distributed.utils import StatelessProcessGroup
+        from vllm.utils.network_utils import get_ip
+
+        size = client.get_world_size() + 1
+        address = {"master_address": get_ip(), "master_port": client.group_port}
+        info = {**address, "rank_offset": 1, "world_size": size, "packed": True}
+        with ThreadPoolExecutor(1) as executor:  # the server waits in its answer for the trainer to join
+            answer = executor.submit(
+                client._post, f"{client.base_url}/init_weight_transfer_engine", json={"init_info": info}
+            )
+            group = StatelessProcessGroup.create(
+                address["master_address"],
+                client.group_port,
+                0,
+                size,
+                data_expiration_seconds=60,
+                store_timeout=int(client.timeout),
+            )
+            answer.result()
+        client.communicator = SimpleNamespace(group=group)
+
+    def send(self, client: Any, metadata: list[Announced], weights: Iterator[tuple[str, Tensor]]) -> None:
+        names, dtypes, shapes = (list(column) for column in zip(*metadata, strict=True))
+        info = {"names": names, "dtype_names": dtypes, "shapes": shapes}
+        client._start_weight_update()
+        with ThreadPoolExecutor(1) as executor:
+            answer = executor.submit(client._post, f"{client.base_url}/update_weights", json={"update_info": info})
+            for _, weight in weights:
+                client.communicator.group.broadcast(weight.cpu().contiguous(), src=0)
+            answer.result()
+        client._finish_weight_update()

@@ -1,0 +1,262 @@
+"""What the vLLM backends do when the server fails, and the order of sleep and wake; against stand-ins that misbehave.
+
+What they do with a real engine is in tests/vllm_cpu.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from accelerate import Accelerator
+from conftest import make_model
+
+from sdpo import SDPOConfig
+from sdpo.generation import vllm as vllm_module
+from sdpo.generation.server import Client, ServerGone
+from sdpo.generation.vllm import ColocatedGenerator
+
+Answer = tuple[int, str]
+
+
+class StandIn:
+    """An HTTP server whose answers a test decides; `answer(path)` may sleep."""
+
+    def __init__(self, answer: Callable[[str], Answer]):
+        self.answer, self.paths, self.instance, self.backend = answer, [], "a", "process_group"
+        outer = self
+
+        class Handler(BaseHTTPRequestHandler):
+            def handle_all(self) -> None:
+                path = self.path.split("?")[0]
+                outer.paths.append(path)
+                status, text = outer.known(path) or outer.answer(path)
+                self.send_response(status)
+                self.end_headers()
+                self.wfile.write(text.encode())
+
+            do_GET = do_POST = handle_all
+
+            def log_message(self, *_: Any) -> None:
+                pass
+
+        self.server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self.url = f"http://127.0.0.1:{self.server.server_port}"
+        threading.Thread(target=self.server.serve_forever, daemon=True).start()
+
+    def known(self, path: str) -> Answer | None:
+        if path == "/health":
+            return 200, ""
+        if path == "/v1/models":
+            return 200, json.dumps({"data": [{"id": "tiny"}]})
+        if path == "/server_info":
+            transfer = {"backend": self.backend}
+            return 200, json.dumps({"vllm_config": {"instance_id": self.instance, "weight_transfer_config": transfer}})
+        return None
+
+
+@pytest.fixture
+def stand_in() -> Iterator[Callable[[Callable[[str], Answer]], StandIn]]:
+    servers = []
+
+    def make(answer: Callable[[str], Answer]) -> StandIn:
+        servers.append(StandIn(answer))
+        return servers[-1]
+
+    yield make
+    for server in servers:
+        server.server.shutdown()
+
+
+def client_of(server: StandIn, *, timeout: float) -> Client:
+    return Client(server.url, group_port=0, timeout=timeout, device=torch.device("cpu"))
+
+
+def test_an_error_of_the_server_is_tried_again(stand_in: Any) -> None:
+    left = [2]
+
+    def answer(_: str) -> Answer:
+        left[0] -= 1
+        return (500, "out of memory") if left[0] >= 0 else (200, '{"choices": []}')
+
+    client = client_of(stand_in(answer), timeout=20)
+    assert client._post(f"{client.base_url}/v1/completions", json={}) == {"choices": []}
+
+
+def test_a_server_that_keeps_failing_ends_the_run_in_time_with_its_own_text(stand_in: Any) -> None:
+    client = client_of(stand_in(lambda _: (500, "CUDA error: out of memory")), timeout=2)
+    began = time.monotonic()
+    with pytest.raises(ConnectionError, match=r"vllm_server_timeout=2 .*500, CUDA error: out of memory"):
+        client._post(f"{client.base_url}/v1/completions", json={})
+    assert time.monotonic() - began < 10
+
+
+def test_a_server_that_stalls_ends_the_run_in_time(stand_in: Any) -> None:
+    def stall(_: str) -> Answer:
+        time.sleep(8)
+        return 200, "{}"
+
+    client = client_of(stand_in(stall), timeout=2)
+    began = time.monotonic()
+    with pytest.raises(ConnectionError, match="Timeout"):
+        client._post(f"{client.base_url}/v1/completions", json={})
+    assert time.monotonic() - began < 7
+
+
+def test_a_refusal_is_not_tried_again(stand_in: Any) -> None:
+    server = stand_in(lambda _: (400, "max_tokens is too large"))
+    client = client_of(server, timeout=20)
+    with pytest.raises(ValueError, match="max_tokens is too large"):
+        client._post(f"{client.base_url}/v1/completions", json={})
+    assert server.paths.count("/v1/completions") == 1
+
+
+def test_no_server_at_all_is_said_within_the_time_limit() -> None:
+    with pytest.raises(ConnectionError, match="vllm serve"):
+        Client("http://127.0.0.1:9", group_port=0, timeout=1, device=torch.device("cpu"))
+
+
+def test_an_answer_of_a_server_without_the_weights_is_thrown_away(stand_in: Any) -> None:
+    server = stand_in(lambda _: (200, "{}"))
+    client = client_of(server, timeout=5)
+    client.instance = client.find_instance()
+    assert client.ask(lambda: 1) == 1
+    server.instance = "b"
+    with pytest.raises(ServerGone):
+        client.ask(lambda: 1)
+    client.instance = "b"
+
+    def restart() -> int:
+        server.instance = "c"
+        return 1
+
+    with pytest.raises(ServerGone):
+        client.ask(restart)
+
+
+def test_a_failed_request_finds_out_at_once_that_the_server_is_another(stand_in: Any) -> None:
+    server = stand_in(lambda _: (500, "no weight-transfer engine"))
+    client = client_of(server, timeout=60)
+    client.instance = "an earlier one"
+    with pytest.raises(ServerGone):
+        client._post(f"{client.base_url}/update_weights", json={})
+
+
+def test_a_server_without_a_way_for_weights_is_refused(stand_in: Any) -> None:
+    server = stand_in(lambda _: (200, "{}"))
+    server.backend = "nccl"
+    with pytest.raises(ValueError, match="process_group"):
+        client_of(server, timeout=5).find_instance()
+
+
+class Engine:
+    """Writes down what is asked of it."""
+
+    def __init__(self, calls: list[str]):
+        self.calls = calls
+        worker = SimpleNamespace(model_runner=SimpleNamespace(model=self))
+        self.llm_engine = SimpleNamespace(model_executor=SimpleNamespace(driver_worker=worker))
+
+    def sleep(self, level: int) -> None:
+        self.calls.append(f"sleep {level}")
+
+    def wake_up(self, tags: list[str]) -> None:
+        self.calls.append(f"wake {tags[0]}")
+
+    def load_weights(self, weights: Any) -> None:
+        assert len(list(weights)) > 3
+        self.calls.append("load")
+
+    def reset_prefix_cache(self) -> None:
+        self.calls.append("reset")
+
+    def generate(self, prompts: Any, parameters: Any, use_tqdm: bool) -> Any:
+        self.calls.append("generate " + ",".join(str(p) for p in parameters))
+        return [
+            SimpleNamespace(
+                outputs=[SimpleNamespace(token_ids=[5], logprobs=[{5: SimpleNamespace(logprob=-1.0)}])] * number
+            )
+            for number in parameters
+        ]
+
+
+@pytest.mark.parametrize("sleeps", [True, False])
+def test_the_engine_wakes_is_loaded_and_generates_in_that_order(
+    tokenizer: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Any, sleeps: bool
+) -> None:
+    calls: list[str] = []
+    monkeypatch.setattr(ColocatedGenerator, "_start", lambda *_: Engine(calls))
+    monkeypatch.setattr(ColocatedGenerator, "_parameters", lambda *arguments: arguments[-1])
+    monkeypatch.setitem(__import__("sys").modules, "vllm", SimpleNamespace())
+    args = SDPOConfig(output_dir=str(tmp_path), use_vllm=True, vllm_enable_sleep_mode=sleeps, num_generations=2)
+    model = make_model(tokenizer)
+    generator = ColocatedGenerator(
+        lambda: model,
+        accelerator=Accelerator(cpu=True),
+        processing_class=tokenizer,
+        settings=args.engine,
+        sampling=args.sampling,
+        eos_token_ids=[5],
+    )
+    prompts = [[1, 2], [1, 2], [3]]
+    generator.sync(0)
+    found = generator.generate(prompts)
+    assert [completion.ids for completion in found] == [[5]] * 3 and not found[0].is_truncated
+    generator.sync(0)  # an evaluation at the same step
+    generator.generate(prompts)
+    generator.sync(1)
+    generator.generate(prompts)
+    push, draw = ["load", "reset"], ["generate 2,1"]
+    if sleeps:
+        use = ["wake weights", *push, "wake kv_cache", *draw, "sleep 2"]
+        assert calls == ["sleep 2", *use, *use, *use]
+    else:
+        assert calls == [*push, *draw, *draw, *push, *draw]
+
+
+def test_a_check_of_weights_that_differ_stops_the_run(tokenizer: Any) -> None:
+    from sdpo.generation.engine import check_weights
+
+    model = make_model(tokenizer)
+
+    def right(ids: list[int]) -> list[float]:
+        logps = model(input_ids=torch.tensor([ids])).logits[0, :-1].log_softmax(-1)
+        return [float(logps[i, token]) for i, token in enumerate(ids[1:])]
+
+    check_weights(model, right, device=torch.device("cpu"))
+    with pytest.raises(RuntimeError, match="does not hold the policy"):
+        check_weights(model, lambda ids: [logp + 0.1 for logp in right(ids)], device=torch.device("cpu"))
+
+
+def test_the_trainers_random_numbers_do_not_depend_on_the_engine() -> None:
+    accelerator = Accelerator(cpu=True)
+
+    def run(used: int) -> tuple[float, float]:
+        torch.manual_seed(3)
+        with vllm_module._own_randomness(accelerator):
+            drawn = [float(torch.rand(())) for _ in range(used)]
+        return drawn[0], float(torch.rand(()))
+
+    assert run(1) == run(5)
+
+
+def test_settings_of_the_engine_come_through(tmp_path: Any) -> None:
+    args = SDPOConfig(
+        output_dir=str(tmp_path),
+        use_vllm=True,
+        vllm_engine_kwargs='{"enforce_eager": true}',
+        vllm_max_model_length=64,
+        vllm_check_weights=True,
+    )
+    assert args.engine.engine_kwargs == {"enforce_eager": True}
+    assert replace(args.engine, max_model_length=64) == args.engine and args.engine.check_weights
+    with pytest.raises(ValueError, match="vllm_engine_kwargs"):
+        SDPOConfig(output_dir=str(tmp_path), vllm_engine_kwargs={"enforce_eager": True})

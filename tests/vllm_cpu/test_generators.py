@@ -1,0 +1,359 @@
+"""The policy's weights in a real engine: colocated and served, tied and untied, whole models and adapters."""
+
+from __future__ import annotations
+
+import threading
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from accelerate import Accelerator
+from conftest import Server, make_policy, policy_logps
+from datasets import Dataset
+from peft import LoraConfig, get_peft_model
+
+from sdpo import SDPOConfig, SDPOTrainer
+from sdpo.forward import token_loss
+from sdpo.generation.server import ServerGenerator
+from sdpo.generation.vllm import ColocatedGenerator
+from sdpo.heads import find_head
+from sdpo.losses.objective import objective
+from sdpo.types import Completion, Served
+
+pytestmark = pytest.mark.vllm
+
+PROBE = [9, 12, 30, 17, 21, 11]
+LENGTH = 6
+
+
+def lora(model: Any) -> Any:
+    torch.manual_seed(1)
+    return get_peft_model(
+        model, LoraConfig(r=4, target_modules=["q_proj", "v_proj", "down_proj"], init_lora_weights=False)
+    ).eval()
+
+
+def settings(folder: Path, **changes: Any) -> SDPOConfig:
+    values: dict[str, Any] = {
+        "output_dir": str(folder),
+        "use_vllm": True,
+        "vllm_check_weights": True,
+        "vllm_server_timeout": 120.0,
+        "per_device_train_batch_size": 4,
+        "num_generations": 4,
+        "max_completion_length": LENGTH,
+        "max_steps": 2,
+        "logging_steps": 1,
+        "learning_rate": 0.1,
+        "optim": "sgd",  # no rounding error is made as large as a gradient
+        "gradient_checkpointing": False,
+        "save_strategy": "no",
+        "disable_tqdm": True,
+        "use_cpu": True,
+        "bf16": False,
+        **changes,
+    }
+    if values.get("vllm_mode", "colocate") == "colocate" and values["use_vllm"]:
+        values.setdefault(
+            "vllm_engine_kwargs", {"enforce_eager": True, "max_model_len": 128, "num_gpu_blocks_override": 64}
+        )
+    return SDPOConfig(**values)
+
+
+def of_server(server: Server, **changes: Any) -> dict[str, Any]:
+    return {"vllm_mode": "server", "vllm_server_base_url": server.url, "vllm_group_port": free_port(), **changes}
+
+
+def free_port() -> int:
+    from conftest import free_port as find
+
+    return find()
+
+
+def disturb(model: Any) -> None:
+    """What an optimizer step does, only more."""
+    torch.manual_seed(2)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                parameter.add_(0.3 * torch.randn_like(parameter))
+
+
+def gap(model: Any, generator: Any) -> float:
+    found = torch.tensor(generator._prompt_logps(PROBE))
+    return float((found - policy_logps(model, PROBE)).abs().max())
+
+
+def check_sync(model: Any, generator: Any) -> None:
+    """Close before a step, far after one that is not sent, close after it is sent."""
+    generator.sync(0)
+    assert gap(model, generator) < 1e-4
+    disturb(model)
+    generator.sync(0)  # nothing says that the weights have changed
+    assert gap(model, generator) > 1e-1
+    before = {name: parameter.clone() for name, parameter in model.named_parameters()}
+    generator.sync(1)
+    assert gap(model, generator) < 1e-4
+    assert all(torch.equal(parameter, before[name]) for name, parameter in model.named_parameters())
+
+
+@pytest.mark.parametrize("adapt", [False, True], ids=["full", "lora"])
+@pytest.mark.parametrize("is_tied", [True, False], ids=["tied", "untied"])
+def test_a_colocated_engine_has_the_weights_it_was_sent(
+    tokenizer: Any, tmp_path: Path, is_tied: bool, adapt: bool
+) -> None:
+    model = make_policy(tokenizer, is_tied=is_tied)
+    model = lora(model) if adapt else model
+    args = settings(tmp_path)
+    generator = ColocatedGenerator(
+        lambda: model,
+        accelerator=Accelerator(cpu=True),
+        processing_class=tokenizer,
+        settings=args.engine,
+        sampling=args.sampling,
+        eos_token_ids=[tokenizer.eos_token_id],
+    )
+    check_sync(model, generator)
+    check_samples(model, generator, tokenizer)
+
+
+@pytest.mark.parametrize("adapt", [False, True], ids=["full", "lora"])
+def test_a_server_has_the_weights_it_was_sent(tokenizer: Any, tmp_path: Path, server: Server, adapt: bool) -> None:
+    model = make_policy(tokenizer, is_tied=True, seed=3)
+    model = lora(model) if adapt else model
+    args = settings(tmp_path, **of_server(server))
+    generator = ServerGenerator(
+        lambda: model,
+        accelerator=Accelerator(cpu=True),
+        settings=args.engine,
+        sampling=args.sampling,
+        eos_token_ids=[tokenizer.eos_token_id],
+    )
+    check_sync(model, generator)
+    check_samples(model, generator, tokenizer)
+    generator.client.close_communicator()
+
+
+def check_samples(model: Any, generator: Any, tokenizer: Any) -> None:
+    """Shapes, ends and the engine's own log-probs, of prompts with 3, 1 and 2 copies."""
+    prompts = [[9, 12]] * 3 + [[30, 17, 21]] + [[11]] * 2
+    found = generator.generate(prompts)
+    assert len(found) == len(prompts)
+    for prompt, completion in zip(prompts, found, strict=True):
+        is_ended = completion.ids[-1] == tokenizer.eos_token_id
+        assert completion.is_truncated == (not is_ended) and len(completion.ids) <= LENGTH
+        expected = policy_logps(model, [*prompt, *completion.ids])[len(prompt) - 1 :]
+        assert (torch.tensor(completion.sampled_logps) - expected).abs().max() < 1e-4
+
+
+def reward(completion_ids: list[list[int]], **_: Any) -> list[float]:
+    """About half of the completions succeed."""
+    return [float(sum(ids) % 2) for ids in completion_ids]
+
+
+def trainer_of(tokenizer: Any, args: SDPOConfig, *, adapt: bool = False) -> SDPOTrainer:
+    model = make_policy(tokenizer, is_tied=True, seed=5)
+    words = sorted(token for token in tokenizer.get_vocab() if token.isalpha())[:4]
+    return SDPOTrainer(
+        lora(model) if adapt else model,
+        reward,
+        args,
+        train_dataset=Dataset.from_dict({"prompt": [f"{a} {b}" for a in words for b in words]}),
+        processing_class=tokenizer,
+    )
+
+
+class Recorder:
+    """A generator that writes down what another draws."""
+
+    def __init__(self, inner: Any):
+        self.inner, self.drawn = inner, []
+
+    def sync(self, step: int) -> None:
+        self.inner.sync(step)
+
+    def generate(self, prompts: Any) -> list[Completion]:
+        self.drawn.append(self.inner.generate(prompts))
+        return self.drawn[-1]
+
+
+class Replay:
+    """A generator that draws what is written down, as transformers would: with no log-probs of its own."""
+
+    def __init__(self, drawn: list[list[Completion]]):
+        self.drawn = list(drawn)
+
+    def sync(self, step: int) -> None:
+        pass
+
+    def generate(self, prompts: Any) -> list[Completion]:
+        return [replace(completion, sampled_logps=None) for completion in self.drawn.pop(0)]
+
+
+def losses_of(trainer: SDPOTrainer) -> list[float]:
+    trainer.train()
+    return [log["loss"] for log in trainer.state.log_history if "loss" in log]
+
+
+@pytest.mark.parametrize("mode", ["colocate", "server"])
+def test_a_run_has_the_losses_it_has_with_transformers(
+    tokenizer: Any, tmp_path: Path, server: Server, mode: str
+) -> None:
+    place = of_server(server) if mode == "server" else {}
+    changes = {"distillation_weight": 0.5, "max_steps": 3, "num_generations_eval": 2}
+    trainer = trainer_of(tokenizer, settings(tmp_path / "a", **place, **changes))
+    trainer.generator = recorder = Recorder(trainer.generator)
+    found = losses_of(trainer)
+    logs = [log for log in trainer.state.log_history if "loss" in log]
+    assert all(abs(log["sampling/importance_weight"] - 1) < 1e-4 for log in logs)
+    metrics = trainer.evaluate(trainer.train_dataset)
+    assert metrics["eval_loss"] == metrics["eval_loss"]
+    plain = trainer_of(tokenizer, settings(tmp_path / "b", use_vllm=False, vllm_check_weights=False, **changes))
+    plain.generator = Replay(recorder.drawn)
+    expected = losses_of(plain)
+    assert len(found) == 3 and any(abs(loss) > 1e-2 for loss in found)
+    assert max(abs(a - b) for a, b in zip(found, expected, strict=True)) < 1e-4
+
+
+@pytest.mark.parametrize(
+    ("mode", "topk", "add_tail"),
+    [("sampled_token", None, False), ("topk_logits", 5, False), ("topk_logits", 5, True)],
+)
+def test_a_served_teacher_gives_the_losses_of_a_local_one(
+    tokenizer: Any, tmp_path: Path, server: Server, mode: str, topk: int | None, add_tail: bool
+) -> None:
+    changes = {
+        "use_teacher_server": True,
+        "teacher_model_kind": "live",
+        "distillation_mode": mode,
+        "distillation_topk": topk,
+        "distillation_add_tail": add_tail,
+        "num_iterations": 2,  # the second use is scored under new weights
+        "max_steps": 4,
+    }
+    trainer = trainer_of(tokenizer, settings(tmp_path, **of_server(server), **changes))
+    seen = []
+    compute = trainer.compute_loss
+
+    def both(model: Any, inputs: Any, *rest: Any, **named: Any) -> Any:
+        loss = compute(model, inputs, *rest, **named)
+        local = local_teacher(model, inputs, topk)
+        args = trainer.args.objective
+        terms, _ = token_loss(
+            model,
+            find_head(model),
+            replace(inputs, served=local),
+            args,
+            lambda terms: objective(terms, inputs, args),
+            teacher=[],
+        )
+        seen.append((loss.item(), terms.loss.item()))
+        return loss
+
+    trainer.compute_loss = both
+    trainer.train()
+    assert len(seen) == 4 and any(abs(served) > 1e-2 for served, _ in seen)
+    assert max(abs(served - local) for served, local in seen) < 1e-4
+    trainer.generator.client.close_communicator()
+
+
+@torch.no_grad()
+def local_teacher(model: Any, batch: Any, topk: int | None) -> Served:
+    """What the server should say, by a forward of the current policy on each teacher prompt."""
+    from sdpo.served_teacher import _empty, _taught_rows, sequence_of
+
+    found = _empty(batch, topk or 0)
+    for row in _taught_rows(batch):
+        prompt, completion = sequence_of(batch, row)
+        logits = model(torch.tensor([[*prompt, *completion]])).logits[0, len(prompt) - 1 : -1].log_softmax(-1)
+        length = len(completion)
+        found.logps[row, :length] = logits.gather(-1, torch.tensor(completion)[:, None])[:, 0]
+        if topk:
+            best = logits.topk(topk)
+            found.ids[row, :length], found.support_logps[row, :length] = best.indices, best.values
+    return found
+
+
+def test_a_server_started_again_in_mid_run_is_found_and_given_the_weights(
+    tokenizer: Any, tmp_path: Path, server: Server
+) -> None:
+    args = settings(tmp_path, **of_server(server, vllm_server_timeout=200.0), max_steps=4)
+    trainer = trainer_of(tokenizer, args)
+    trainer.generator = recorder = Recorder(trainer.generator)
+    restarts = []
+
+    def restart() -> None:
+        server.kill()
+        time.sleep(1)
+        server.start()
+
+    generate = recorder.inner.generate
+
+    def broken(prompts: Any) -> list[Completion]:
+        if trainer.state.global_step == 2 and not restarts:
+            restarts.append(threading.Thread(target=restart))
+            restarts[0].start()
+            time.sleep(0.5)  # the server is gone, and the weights of step 2 with it
+        return generate(prompts)
+
+    recorder.inner.generate = broken
+    found = losses_of(trainer)
+    assert restarts and trainer.state.global_step == 4 and len(found) == 4
+    weights = [log["sampling/importance_weight"] for log in trainer.state.log_history if "loss" in log]
+    assert all(w is None or abs(w - 1) < 1e-4 for w in weights), "drawn with the right weights"
+    assert gap(trainer.model, recorder.inner) > 1e-4  # those of step 3: the last step is not sent
+    recorder.inner.sync(4)
+    assert gap(trainer.model, recorder.inner) < 1e-4
+    plain = trainer_of(tokenizer, settings(tmp_path / "b", use_vllm=False, vllm_check_weights=False, max_steps=4))
+    plain.generator = Replay(recorder.drawn)
+    assert max(abs(a - b) for a, b in zip(found, losses_of(plain), strict=True)) < 1e-4
+    recorder.inner.client.close_communicator()
+
+
+def test_a_server_that_stays_away_ends_the_run_with_a_checkpoint_that_can_be_used(
+    tokenizer: Any, tmp_path: Path, server: Server
+) -> None:
+    changes = {"max_steps": 3, "save_strategy": "steps", "save_steps": 1}
+    args = settings(tmp_path, **of_server(server, vllm_server_timeout=5.0), **changes)
+    trainer = trainer_of(tokenizer, args)
+    generate = trainer.generator.generate
+
+    def broken(prompts: Any) -> list[Completion]:
+        if trainer.state.global_step == 1:
+            server.kill()
+        return generate(prompts)
+
+    trainer.generator.generate = broken
+    with pytest.raises(ConnectionError, match="vllm_server_timeout=5"):
+        trainer.train()
+    server.start()
+    args = settings(tmp_path, **of_server(server), **changes)
+    again = trainer_of(tokenizer, args)
+    again.train(resume_from_checkpoint=True)
+    assert again.state.global_step == 3
+    again.generator.client.close_communicator()
+
+
+@pytest.mark.parametrize("mode", ["colocate", "server"])
+def test_generation_kwargs_reach_the_engine(tokenizer: Any, tmp_path: Path, server: Server, mode: str) -> None:
+    model = make_policy(tokenizer, is_tied=True)
+    place = of_server(server) if mode == "server" else {}
+    kwargs = {"seed": 7, "min_tokens": LENGTH, "temperature": 0.5}
+    args = settings(tmp_path, **place, generation_kwargs=kwargs)
+    common: dict[str, Any] = {
+        "accelerator": Accelerator(cpu=True),
+        "settings": args.engine,
+        "sampling": args.sampling,
+        "eos_token_ids": [tokenizer.eos_token_id],
+    }
+    if mode == "server":
+        generator: Any = ServerGenerator(lambda: model, **common)
+    else:
+        generator = ColocatedGenerator(lambda: model, processing_class=tokenizer, **common)
+    generator.sync(0)
+    first, second = (generator.generate([[9, 12]] * 2) for _ in range(2))
+    assert [c.ids for c in first] == [c.ids for c in second], "seeded"
+    assert all(len(c.ids) == LENGTH for c in first)
