@@ -94,7 +94,7 @@ class Teaching(NamedTuple):
     """Divergence and credit (n,), and the gradient of the divergence with respect to the student's logits.
 
     It is p * base, p being the student's distribution and base (n,) or None for 0, plus `extra` (n, K) at the ids
-    `support` (n, K), plus `slope` (n, V).
+    `support` (n, K), plus `slope` (n, V) divided by the total of the student's mass.
     """
 
     divergence: Tensor
@@ -142,7 +142,7 @@ class Chunk:
         gradient = student.mass.mul_((base / student.total).unsqueeze(-1))
         if of_divergence is not None and teaching is not None:
             if teaching.slope is not None:
-                gradient.addcmul_(teaching.slope, of_divergence.unsqueeze(-1))
+                gradient.addcmul_(teaching.slope, (of_divergence / student.total).unsqueeze(-1))
             if teaching.support is not None and teaching.extra is not None:
                 gradient.scatter_add_(-1, teaching.support, teaching.extra * of_divergence.unsqueeze(-1))
         if of_logps is not None:
@@ -186,7 +186,8 @@ def _teach(student: _Student, taught: Sequence[Taught], settings: ObjectiveSetti
     probs = student.mass / student.total.unsqueeze(-1)
     logits = teacher.logits.sub_(teacher.log_z.unsqueeze(-1))
     distance, slope = dv.divergence_and_slope(logps, logits, probs, alpha=settings.alpha)
-    return Teaching(distance, credit, base=-slope.sum(-1), slope=slope)
+    base = -slope.sum(-1)
+    return Teaching(distance, credit, base=base, slope=slope.mul_(student.total.unsqueeze(-1)))
 
 
 def _reverse_kl(student: _Student, teacher: _Teacher) -> Teaching:
@@ -199,7 +200,7 @@ def _reverse_kl(student: _Student, teacher: _Teacher) -> Teaching:
     weighted = torch.sub(student.shifted, logits, out=logits).mul_(student.mass)
     mean = weighted.sum(-1) / student.total
     divergence = mean + teacher.log_z - student.log_total
-    return Teaching(divergence, teacher.credit, base=-mean, slope=weighted.div_(student.total.unsqueeze(-1)))
+    return Teaching(divergence, teacher.credit, base=-mean, slope=weighted)
 
 
 def _teach_topk(student: _Student, taught: Sequence[Taught], settings: ObjectiveSettings, room: Room) -> Teaching:

@@ -378,7 +378,7 @@ def _vllm_options_act(config: Config) -> None:
         "vllm_engine_kwargs": "colocate",
         "vllm_check_weights": None,
     }
-    for name, mode in requests.items():
+    for name in requests:
         value = getattr(config, name)
         if value == _default(config, name):
             continue
@@ -387,7 +387,18 @@ def _vllm_options_act(config: Config) -> None:
                 f"{name}={value!r} cannot take effect with use_vllm=False. Set use_vllm to True, or leave {name} at "
                 f"{_default(config, name)!r}."
             )
-        if mode not in (None, config.vllm_mode):
+    other = {
+        "vllm_model_impl": "colocate",
+        "vllm_tensor_parallel_size": "colocate",
+        "vllm_gpu_memory_utilization": "colocate",
+        "vllm_max_model_length": "colocate",
+        "vllm_server_port": "server",
+        "vllm_group_port": "server",
+        "vllm_server_timeout": "server",
+    }
+    for name, mode in {**requests, **(other if config.use_vllm else {})}.items():
+        value = getattr(config, name)
+        if mode not in (None, config.vllm_mode) and value != _default(config, name):
             raise ValueError(
                 f"{name}={value!r} cannot take effect with vllm_mode={config.vllm_mode!r}. Set vllm_mode to {mode!r}, "
                 f"or leave {name} at {_default(config, name)!r}."
@@ -523,6 +534,10 @@ _REFUSED_BY_VLLM: Mapping[str, tuple[tuple[Any, ...], str]] = {
     "max_new_tokens": ((), "vLLM calls it max_tokens; or set `max_completion_length`"),
     "do_sample": ((), "vLLM has no such setting; it samples wherever `temperature` is above 0"),
     "num_beams": ((), "vLLM has no such setting"),
+    "stop_token_ids": ((), "the tokens that end a completion go by the tokenizer and model.generation_config"),
+    "ignore_eos": ((None, False), "a completion ends with an end-of-sequence token or is truncated"),
+    "logprobs": ((0,), "those of the sampled tokens are asked for, and no others are read"),
+    "prompt_logprobs": ((None,), _UNREAD),
 }
 _SET_BY_THE_LIBRARY = frozenset(
     {"tokenize", "add_generation_prompt", "return_dict", "return_tensors", "padding", "truncation", "max_length"}

@@ -195,5 +195,6 @@ def reprompt_settings(model: Any, args: SDPOConfig) -> RepromptSettings:
     positions = getattr(model.config.get_text_config(), "max_position_embeddings", None)
     if positions is None:
         return settings
-    room = max(1, positions - args.objective.max_completion_length)
+    asked = 1 if args.use_teacher_server else 0  # vLLM scores a prompt only where it also draws a token
+    room = max(1, positions - args.objective.max_completion_length - asked)
     return replace(settings, max_reprompt_len=min(settings.max_reprompt_len, room))

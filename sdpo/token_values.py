@@ -79,6 +79,7 @@ class _HeadLoss(torch.autograd.Function):
                 gradients.add_columns(rows, chunk, of_divergence)
             elif of_logps is not None or of_divergence is not None:
                 gradients.add(rows, chunk.gradient(of_logps, of_divergence), traced)
+        gradients.finish()
         ctx.save_for_backward(gradients.hidden, *gradients.parameters)
         ctx.dtypes = [hidden.dtype, *(parameter.dtype for parameter in parameters)]
         ctx.mark_non_differentiable(*(value for value in found.values if value is not None))
@@ -153,7 +154,8 @@ class _Gradients:
         self.head = head
         self._states = hidden
         self.hidden = torch.zeros_like(hidden, dtype=_wide(hidden))
-        self.parameters = [torch.zeros_like(p, dtype=_wide(p)) for p in parameters]
+        self.parameters = [torch.empty_like(p, dtype=_wide(p)) for p in parameters]
+        self._is_empty = True  # until the first chunk, which writes what the others add to
         module = head.module
         by_name = {id(p): g for p, g in zip(parameters, self.parameters, strict=True)}
         self._matrix = module.weight
@@ -167,14 +169,23 @@ class _Gradients:
         narrow, states = of_output.to(dtype), self._states[rows].to(dtype)
         self.hidden[rows] = (narrow @ self._matrix).to(self.hidden.dtype)
         if self._weight is not None:
-            _add_product(self._weight, narrow.T, states)
+            _add_product(self._weight, narrow.T, states, is_first=self._is_empty)
         if self._bias is not None:
-            self._bias.add_(of_output.sum(0))
+            self._bias.copy_(of_output.sum(0)) if self._is_empty else self._bias.add_(of_output.sum(0))
+        self._is_empty = False
+
+    def finish(self) -> None:
+        """Zeros where no chunk has written."""
+        if self._is_empty:
+            for gradient in self.parameters:
+                gradient.zero_()
+            self._is_empty = False
 
     def add_columns(self, rows: slice, chunk: Chunk, of_divergence: Tensor) -> None:
         """Adds a chunk whose gradient reaches only the columns of its support."""
         teaching, head = chunk.teaching, self.head
         assert teaching is not None and teaching.support is not None and teaching.extra is not None
+        self.finish()
         of_logits = teaching.extra * of_divergence.unsqueeze(-1) / chunk.temperature
         for part in rows_that_fit(teaching.support, self._matrix):
             inside = slice(rows.start + part.start, min(rows.start + part.stop, rows.stop))
@@ -196,7 +207,7 @@ class _TracedGradients(_Gradients):
     def __init__(self, hidden: Tensor, head: Head, parameters: Sequence[nn.Parameter]):
         self.hidden = torch.zeros_like(hidden, dtype=_wide(hidden))
         self.parameters = [torch.zeros_like(p, dtype=_wide(p)) for p in parameters]
-        self._leaves = list(parameters)
+        self._leaves, self._is_empty = list(parameters), False
 
     def add(self, rows: slice, of_output: Tensor, traced: _Traced | None) -> None:
         assert traced is not None
@@ -206,13 +217,14 @@ class _TracedGradients(_Gradients):
             total.add_(gradient)
 
 
-def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
-    """total += left @ right, `total` in fp32: products rounded to half precision at each chunk would add up a bias."""
+def _add_product(total: Tensor, left: Tensor, right: Tensor, *, is_first: bool) -> None:
+    """total (+)= left @ right, `total` in fp32: products rounded to half precision chunk by chunk add up a bias."""
     with torch.autocast(total.device.type, enabled=False):
         if total.device.type == "cuda" and left.dtype in (torch.float16, torch.bfloat16):
-            total.add_(torch.mm(left, right, out_dtype=torch.float32))
+            product = torch.mm(left, right, out_dtype=torch.float32)
+            total.copy_(product) if is_first else total.add_(product)
         else:
-            total.addmm_(left.to(total.dtype), right.to(total.dtype))
+            total.addmm_(left.to(total.dtype), right.to(total.dtype), beta=0.0 if is_first else 1.0)
 
 
 def _wide(tensor: Tensor) -> torch.dtype:

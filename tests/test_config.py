@@ -492,6 +492,22 @@ def test_the_teacher_server_says_why_it_refuses(change, reason) -> None:
     assert reason in message
 
 
+def test_a_served_teacher_has_no_temperature() -> None:
+    assert "ignore the temperature" in refused("needs temperature=1.0", **SERVED, temperature=0.7)
+    assert "ignore the temperature" in refused("temperature=1.0", **SERVED, generation_kwargs={"temperature": 2.0})
+
+
+@pytest.mark.parametrize("kwargs", [{"stop_token_ids": [1]}, {"ignore_eos": True}, {"logprobs": None}])
+def test_what_would_break_the_reading_of_an_engines_answers_is_refused(kwargs) -> None:
+    refused(f"`generation_kwargs` has {next(iter(kwargs))}", use_vllm=True, generation_kwargs=kwargs)
+
+
+def test_a_setting_of_the_other_vllm_mode_is_refused() -> None:
+    refused("vllm_tensor_parallel_size=2", use_vllm=True, vllm_mode="server", vllm_tensor_parallel_size=2)
+    refused("vllm_server_timeout=1.0", use_vllm=True, vllm_server_timeout=1.0)
+    SDPOConfig(vllm_server_timeout=1.0, vllm_gpu_memory_utilization=0.5)
+
+
 def test_the_teacher_server_serves_sampled_token_and_topk() -> None:
     SDPOConfig(**SERVED)
     SDPOConfig(**SERVED, distillation_mode="topk_logits", distillation_topk=20)

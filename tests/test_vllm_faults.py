@@ -150,6 +150,14 @@ def test_a_failed_request_finds_out_at_once_that_the_server_is_another(stand_in:
         client._post(f"{client.base_url}/update_weights", json={})
 
 
+def test_a_call_that_tensors_go_with_is_not_repeated(stand_in: Any) -> None:
+    server = stand_in(lambda _: (500, "shape mismatch"))
+    client = client_of(server, timeout=60)
+    with pytest.raises(ConnectionError, match=r"did not take the weights.*shape mismatch"):
+        client._post(f"{client.base_url}/update_weights", json={})
+    assert server.paths.count("/update_weights") == 1
+
+
 def test_a_server_without_a_way_for_weights_is_refused(stand_in: Any) -> None:
     server = stand_in(lambda _: (200, "{}"))
     server.backend = "nccl"
@@ -231,9 +239,10 @@ def test_a_check_of_weights_that_differ_stops_the_run(tokenizer: Any) -> None:
         logps = model(input_ids=torch.tensor([ids])).logits[0, :-1].log_softmax(-1)
         return [float(logps[i, token]) for i, token in enumerate(ids[1:])]
 
-    check_weights(model, right, device=torch.device("cpu"))
+    accelerator = Accelerator(cpu=True)
+    check_weights(model, right, accelerator=accelerator)
     with pytest.raises(RuntimeError, match="does not hold the policy"):
-        check_weights(model, lambda ids: [logp + 0.1 for logp in right(ids)], device=torch.device("cpu"))
+        check_weights(model, lambda ids: [logp + 0.1 for logp in right(ids)], accelerator=accelerator)
 
 
 def test_the_trainers_random_numbers_do_not_depend_on_the_engine() -> None:

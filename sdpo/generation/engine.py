@@ -6,13 +6,13 @@ from collections.abc import Callable, Collection
 from typing import Any
 
 import torch
-from torch import nn
+from accelerate import Accelerator
 
 from sdpo.types import Completion, SamplingSettings
 
 PROBE_LENGTH = 8
-TOLERANCE = {torch.float32: 1e-3, torch.float16: 5e-2, torch.bfloat16: 3e-1}
-"""Of the log-prob of a token, in nats, between two implementations of one model."""
+TOLERANCE, HALF_TOLERANCE = 1e-3, 3e-1
+"""Of the log-prob of a token, in nats, between two implementations of one model, in float32 and in half precision."""
 
 
 def sampling_params(sampling: SamplingSettings, *, number: int, eos_token_ids: Collection[int]) -> dict[str, Any]:
@@ -41,30 +41,29 @@ def completion_of(
 
 
 @torch.no_grad()
-def check_weights(model: Any, score: Callable[[list[int]], list[float]] | None, *, device: torch.device) -> None:
-    """Compares the log-probs of one short sequence under the policy and under the engine, after a push.
+def check_weights(model: Any, score: Callable[[list[int]], list[float]], *, accelerator: Accelerator) -> None:
+    """Compares the log-probs of one short sequence under the policy and under the engine, after a push. On every rank.
 
-    `score` returns those of ids[1:] (None: this rank has no engine to ask, and only takes part in the forward).
+    `score` returns those of ids[1:].
 
     Raises:
         RuntimeError: they differ by more than two implementations of one model do.
     """
-    inner = model.module if isinstance(model, nn.parallel.DistributedDataParallel) else model
-    vocabulary = inner.get_input_embeddings().weight.shape[0]
+    policy = accelerator.unwrap_model(model)
+    vocabulary = policy.config.get_text_config().vocab_size
     ids = [7 * i % vocabulary for i in range(1, PROBE_LENGTH + 1)]
     was_training = model.training
     model.eval()
-    logits = model(input_ids=torch.tensor([ids], device=device), use_cache=False).logits[0, :-1].float()
+    inputs = torch.tensor([ids], device=accelerator.device)
+    logits = model(input_ids=inputs, use_cache=False).logits[0, :-1].float()
     model.train(was_training)
-    if score is None:
-        return
-    expected = logits.log_softmax(-1).gather(-1, torch.tensor(ids[1:], device=device).unsqueeze(-1)).squeeze(-1)
-    found = torch.tensor(score(ids), device=device)
-    difference = (found - expected).abs().max().item()
-    tolerance = TOLERANCE.get(inner.dtype, 3e-1)
+    expected = logits.log_softmax(-1).gather(-1, inputs[0, 1:].unsqueeze(-1)).squeeze(-1).cpu()
+    difference = (torch.tensor(score(ids)) - expected).abs().max().item()
+    is_mixed = accelerator.mixed_precision != "no"
+    tolerance = HALF_TOLERANCE if is_mixed or policy.dtype != torch.float32 else TOLERANCE
     if not difference <= tolerance:
         raise RuntimeError(
             f"After the weights were sent, vLLM's log-probs of a probe differ from the policy's by {difference:.3g} "
-            f"nats (at most {tolerance:g} is expected in {inner.dtype}). The engine does not hold the policy: check "
-            "that it runs the same model and dtype, and that tied embeddings are the same on both sides."
+            f"nats, and at most {tolerance:g} is expected. The engine does not hold the policy: check that it runs "
+            "the same model and dtype, and that tied embeddings are the same on both sides."
         )

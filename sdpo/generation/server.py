@@ -26,7 +26,10 @@ from sdpo.types import Completion, EngineSettings, SamplingSettings, ServedToken
 
 T = TypeVar("T")
 FIRST_WAIT, LONGEST_WAIT = 0.5, 8.0  # seconds between two tries, doubled each time
+MAX_TRIES = 3  # of sending the weights to one server
 TRANSIENT = (500, 502, 503, 504)
+# Tensors go beside these calls, so one that has failed is not repeated by itself: the weights are sent anew.
+ONCE = ("/init_weight_transfer_engine", "/start_weight_update", "/update_weights", "/finish_weight_update")
 DEV_MODE = "Start it with VLLM_SERVER_DEV_MODE=1 in its environment"
 
 
@@ -50,6 +53,9 @@ class Client(VLLMClient):
 
     def check_server(self, total_timeout: float = 0.0, retry_interval: float = FIRST_WAIT) -> None:
         self._request("GET", f"{self.base_url}/health")
+
+    def get_server_info(self) -> Any:
+        return self._get(f"{self.base_url}/server_info", params={"config_format": "json"})["vllm_config"]
 
     def _get(self, url: str, **arguments: Any) -> Any:
         return self._request("GET", url, **arguments)
@@ -84,6 +90,8 @@ class Client(VLLMClient):
                     self._raise_if_gone(url)
                     raise ValueError(f"The vLLM server refuses {url}: {said}")
             self._raise_if_gone(url)
+            if url.endswith(ONCE):
+                raise ConnectionError(f"The vLLM server at {url} did not take the weights. It said: {said}.")
             time.sleep(max(0.0, min(wait, end - time.monotonic())))
             wait = min(2 * wait, LONGEST_WAIT)
 
@@ -102,7 +110,7 @@ class Client(VLLMClient):
     def find_instance(self) -> str:
         """A name that a server keeps while it lives."""
         try:
-            config = self._get(f"{self.base_url}/server_info", params={"config_format": "json"})["vllm_config"]
+            config = self.get_server_info()
         except ValueError as error:
             raise ValueError(
                 f"The vLLM server at {self.base_url} has no development endpoints. {DEV_MODE}."
@@ -204,23 +212,24 @@ class ServerGenerator:
         policy = self.accelerator.unwrap_model(self.get_model())
         if self._metadata is None:  # all are announced before the first is sent
             self._metadata = describe(engine_weights(policy))
-        is_sent = False
+        is_sent, num_tries = False, 0
         while not is_sent:
             distributed.from_main(self._join, self.accelerator)
             weights = engine_weights(policy)
             failure = self._send(weights) if self.accelerator.is_main_process else None
             for _ in weights:  # every rank takes part in gathering, also where sending has failed
                 pass
-            is_sent = distributed.from_main(partial(_outcome, failure), self.accelerator)
+            num_tries += 1
+            is_sent = distributed.from_main(partial(_outcome, failure, num_tries), self.accelerator)
         self._pushed_step = self._step
         if self.settings.check_weights:
-            score = self._prompt_logps if self.accelerator.is_main_process else None
-            check_weights(self.get_model(), score, device=self.accelerator.device)
+            check_weights(self.get_model(), self._prompt_logps, accelerator=self.accelerator)
 
     def _send(self, weights: Iterator[tuple[str, Tensor]]) -> Exception | None:
         try:
             self.client.send(self._metadata or [], weights)
         except Exception as error:
+            self.client.instance = None  # joined anew before the next try
             return error
         return None
 
@@ -295,12 +304,13 @@ class ServerGenerator:
         ]
 
     def _prompt_logps(self, ids: list[int]) -> list[float]:
-        [row] = self._score([(ids[:1], ids[1:])], 0)
+        [row] = self._ask(lambda: self._score([(ids[:1], ids[1:])], 0))
         return [token.logp for token in row]
 
 
-def _outcome(failure: Exception | None) -> bool:
-    """Whether sending succeeded; a server that was started again meanwhile is no failure."""
-    if failure is not None and not isinstance(failure, ServerGone):
+def _outcome(failure: Exception | None, num_tries: int) -> bool:
+    """Whether sending succeeded. A server that was started again meanwhile is no failure, nor is a first one."""
+    is_retried = isinstance(failure, ServerGone) or (isinstance(failure, ConnectionError) and num_tries < MAX_TRIES)
+    if failure is not None and not is_retried:
         raise failure
     return failure is None

@@ -49,7 +49,7 @@ class ColocatedGenerator:
         policy = accelerator.unwrap_model(get_model())
         check_engine_can_hold(policy)
         self._tp_group = _tensor_parallel_group(accelerator, settings.tensor_parallel_size)
-        with _own_randomness(accelerator):
+        with _own_randomness(accelerator, settings.tensor_parallel_size):
             self.engine = self._start(policy, processing_class)
         self._pushed_step: int | None = None
         if settings.enable_sleep_mode:
@@ -102,7 +102,7 @@ class ColocatedGenerator:
         if self.settings.check_weights:
             if self.settings.enable_sleep_mode:
                 self.engine.wake_up(tags=["kv_cache"])
-            check_weights(model, self._prompt_logps, device=self.accelerator.device)
+            check_weights(model, self._prompt_logps, accelerator=self.accelerator)
 
     def generate(self, prompt_ids: Sequence[list[int]]) -> list[Completion]:
         # All ranks of a tensor-parallel engine work on the prompts of all of them, and each keeps its own.
