@@ -54,7 +54,7 @@ def chunk_size(head: Head, device: torch.device) -> int:
     """Tokens a chunk."""
     numbers = CPU_CHUNK if device.type == "cpu" else DEVICE_CHUNK
     vocabulary: int = head.module.weight.shape[0]
-    return max(1, numbers // vocabulary)
+    return -(-numbers // vocabulary)
 
 
 class Room:
@@ -182,7 +182,8 @@ def _teach(student: _Student, taught: Sequence[Taught], settings: ObjectiveSetti
         return Teaching(-credit, credit, base=credit, support=student.ids.unsqueeze(-1), extra=-credit.unsqueeze(-1))
     if settings.alpha == 1.0:
         return _reverse_kl(student, teacher)
-    logps = student.shifted.sub_(student.log_total.unsqueeze(-1))
+    # Not in place: the derivative of a capped head is made from `shifted`.
+    logps = torch.sub(student.shifted, student.log_total.unsqueeze(-1), out=room.take("scratch", len(credit)))
     probs = student.mass / student.total.unsqueeze(-1)
     logits = teacher.logits.sub_(teacher.log_z.unsqueeze(-1))
     distance, slope = dv.divergence_and_slope(logps, logits, probs, alpha=settings.alpha)

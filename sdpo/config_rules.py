@@ -370,7 +370,7 @@ def _vllm_options_act(config: Config) -> None:
             f"cache_implementation={config.cache_implementation!r} cannot take effect with use_vllm=True, which has "
             f"its own cache. Leave it None, or set use_vllm to False."
         )
-    requests = {
+    useless_without_vllm = {
         "vllm_enable_sleep_mode": "colocate",
         "vllm_mode": None,
         "vllm_server_base_url": "server",
@@ -378,7 +378,7 @@ def _vllm_options_act(config: Config) -> None:
         "vllm_engine_kwargs": "colocate",
         "vllm_check_weights": None,
     }
-    for name in requests:
+    for name in useless_without_vllm:
         value = getattr(config, name)
         if value == _default(config, name):
             continue
@@ -387,7 +387,8 @@ def _vllm_options_act(config: Config) -> None:
                 f"{name}={value!r} cannot take effect with use_vllm=False. Set use_vllm to True, or leave {name} at "
                 f"{_default(config, name)!r}."
             )
-    other = {
+    useless_in_the_other_mode = {
+        **useless_without_vllm,
         "vllm_model_impl": "colocate",
         "vllm_tensor_parallel_size": "colocate",
         "vllm_gpu_memory_utilization": "colocate",
@@ -396,12 +397,36 @@ def _vllm_options_act(config: Config) -> None:
         "vllm_group_port": "server",
         "vllm_server_timeout": "server",
     }
-    for name, mode in {**requests, **(other if config.use_vllm else {})}.items():
+    for name, mode in useless_in_the_other_mode.items():
         value = getattr(config, name)
-        if mode not in (None, config.vllm_mode) and value != _default(config, name):
+        if config.use_vllm and mode not in (None, config.vllm_mode) and value != _default(config, name):
             raise ValueError(
                 f"{name}={value!r} cannot take effect with vllm_mode={config.vllm_mode!r}. Set vllm_mode to {mode!r}, "
                 f"or leave {name} at {_default(config, name)!r}."
+            )
+
+
+# Argument of vllm.LLM -> what decides it.
+_ENGINE_ARGUMENTS = {
+    "model": "the policy",
+    "tokenizer": "`processing_class`",
+    "load_format": "the weights, which come from the policy in memory",
+    "logprobs_mode": "the sampler's correction, which needs processed_logprobs",
+    "distributed_executor_backend": "the number of processes",
+    "tensor_parallel_size": "`vllm_tensor_parallel_size`",
+    "gpu_memory_utilization": "`vllm_gpu_memory_utilization`",
+    "max_model_len": "`vllm_max_model_length`",
+    "enable_sleep_mode": "`vllm_enable_sleep_mode`",
+    "model_impl": "`vllm_model_impl`",
+    "trust_remote_code": "`trust_remote_code`",
+}
+
+
+def _engine_arguments_are_free(config: Config) -> None:
+    for name, value in as_dict(config.vllm_engine_kwargs).items():
+        if name in _ENGINE_ARGUMENTS:
+            raise ValueError(
+                f"`vllm_engine_kwargs` has {name}={value!r}, which is decided by {_ENGINE_ARGUMENTS[name]}."
             )
 
 
@@ -656,6 +681,7 @@ RULES: tuple[Callable[[Config], None], ...] = (
     _teacher_is_shown_something,
     _sequence_ratio_has_its_mean,
     _vllm_options_act,
+    _engine_arguments_are_free,
     _inherited_options_act,
     _generation_kwargs_are_known,
     _generation_overrides_are_in_range,

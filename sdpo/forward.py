@@ -174,8 +174,8 @@ class TokenIndex:
 
 @torch.no_grad()
 def completion_logps(model: nn.Module, head: Head, batch: TrainingBatch, settings: ObjectiveSettings) -> Tensor:
-    """(B, T) log-probs of the tokens that some loss trains on, no gradient, 0 elsewhere."""
-    return _logps(head, hidden_states(model, batch.student, head=head), batch, settings)
+    """(B, T) log-probs of the tokens that some loss trains on, in evaluation mode, no gradient, 0 elsewhere."""
+    return _logps(head, _read(model, batch.student, head=head), batch, settings)
 
 
 @torch.no_grad()
@@ -294,7 +294,7 @@ def _total(grids: Sequence[Tensor | None]) -> Tensor | None:
 
 @torch.no_grad()
 def _read(model: nn.Module, sequences: Sequences, *, head: Head) -> Tensor:
-    """(S * L, H) hidden states in evaluation mode: a teacher that is the student itself is without dropout too."""
+    """(S * L, H) hidden states in evaluation mode: also a teacher that is the student itself is without dropout."""
     was_training = model.training
     model.eval()
     hidden = hidden_states(model, sequences, head=head)

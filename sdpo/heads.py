@@ -45,7 +45,7 @@ class Head:
     number: float = 1.0
 
     def logits(self, hidden: Tensor, temperature: float, *, out: Tensor | None = None) -> Tensor:
-        """(N, V) logits / temperature in fp32. `out` (N, V): memory for them, used where that is possible."""
+        """(N, V) logits / temperature in fp32. `out` (N, V), fp32: memory for them, without a gradient."""
         weight = self.module.weight
         is_narrow = weight.dtype != torch.float32 or torch.is_autocast_enabled(weight.device.type)
         if out is None or is_narrow or not self.is_plain or torch.is_grad_enabled():
@@ -54,8 +54,12 @@ class Head:
             output = torch.mm(hidden, weight.T, out=out)
         else:
             output = torch.addmm(self.module.bias, hidden, weight.T, out=out)
-        logits = self.after.apply(output, self.number).float()
-        return logits if temperature == 1.0 else logits / temperature
+        logits = self.after.apply(output, self.number)
+        if out is None:
+            logits = logits.float()
+            return logits if temperature == 1.0 else logits / temperature
+        logits = logits if logits is out else out.copy_(logits)
+        return logits if temperature == 1.0 else logits.div_(temperature)
 
     @property
     def is_plain(self) -> bool:

@@ -181,6 +181,7 @@ def _teacher_accuracy(
     if not chosen:
         return None
     prompt_ids = trainer.tokenizer.encode(prompts)
+    trainer.generator.sync(trainer.state.global_step)
     completions = trainer.generator.generate(prompt_ids)
     texts = trainer.tokenizer.decode_batch([completion.ids for completion in completions])
     answers = [

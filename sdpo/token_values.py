@@ -166,10 +166,10 @@ class _Gradients:
         device = of_output.device.type
         is_mixed = torch.is_autocast_enabled(device)
         dtype = torch.get_autocast_dtype(device) if is_mixed else self._matrix.dtype
-        narrow, states = of_output.to(dtype), self._states[rows].to(dtype)
-        self.hidden[rows] = (narrow @ self._matrix).to(self.hidden.dtype)
+        (narrow, scale), states = _narrow(of_output, dtype), self._states[rows].to(dtype)
+        self.hidden[rows] = (narrow @ self._matrix).to(self.hidden.dtype) * scale
         if self._weight is not None:
-            _add_product(self._weight, narrow.T, states, is_first=self._is_empty)
+            _add_product(self._weight, narrow.T, states, scale=scale, is_first=self._is_empty)
         if self._bias is not None:
             self._bias.copy_(of_output.sum(0)) if self._is_empty else self._bias.add_(of_output.sum(0))
         self._is_empty = False
@@ -192,13 +192,14 @@ class _Gradients:
             columns = teaching.support[part]
             matrix, states = self._matrix[columns], self._states[inside].to(self._matrix.dtype)
             output = head.after.apply(torch.einsum("nkh,nh->nk", matrix, states), head.number)
-            gradient = (of_logits[part] * head.after.derivative(output, head.number)).to(matrix.dtype)
-            self.hidden[inside] = torch.einsum("nk,nkh->nh", gradient, matrix).to(self.hidden.dtype)
+            wide = of_logits[part] * head.after.derivative(output, head.number)
+            gradient, scale = _narrow(wide, matrix.dtype)
+            self.hidden[inside] = torch.einsum("nk,nkh->nh", gradient, matrix).to(self.hidden.dtype) * scale
             if self._weight is not None:
-                outer = gradient.unsqueeze(-1) * states.unsqueeze(1)
-                self._weight.index_add_(0, columns.flatten(), outer.flatten(0, 1).to(self._weight.dtype))
+                outer = wide.to(self._weight.dtype).unsqueeze(-1) * states.unsqueeze(1)
+                self._weight.index_add_(0, columns.flatten(), outer.flatten(0, 1))
             if self._bias is not None:
-                self._bias.index_add_(0, columns.flatten(), gradient.flatten().to(self._bias.dtype))
+                self._bias.index_add_(0, columns.flatten(), wide.flatten().to(self._bias.dtype))
 
 
 class _TracedGradients(_Gradients):
@@ -211,20 +212,34 @@ class _TracedGradients(_Gradients):
 
     def add(self, rows: slice, of_output: Tensor, traced: _Traced | None) -> None:
         assert traced is not None
-        found = torch.autograd.grad(traced.logits, [traced.hidden, *self._leaves], of_output)
-        self.hidden[rows] = found[0].to(self.hidden.dtype)
+        narrow, scale = _narrow(of_output, traced.hidden.dtype)
+        found = torch.autograd.grad(traced.logits, [traced.hidden, *self._leaves], narrow.to(of_output.dtype))
+        self.hidden[rows] = found[0].to(self.hidden.dtype) * scale
         for total, gradient in zip(self.parameters, found[1:], strict=True):
-            total.add_(gradient)
+            total.add_(gradient.to(total.dtype) * scale)
 
 
-def _add_product(total: Tensor, left: Tensor, right: Tensor, *, is_first: bool) -> None:
-    """total (+)= left @ right, `total` in fp32: products rounded to half precision chunk by chunk add up a bias."""
+def _narrow(gradient: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor | float]:
+    """The gradient in `dtype`, and the number to multiply what is made of it by.
+
+    float16 is divided by the largest entry: a mean over many tokens has gradients below its smallest number, and a
+    scaler of the loss multiplies in the backward pass, which is too late here.
+    """
+    if dtype != torch.float16 or not gradient.numel():
+        return gradient.to(dtype), 1.0
+    scale = gradient.abs().amax().clamp(min=torch.finfo(torch.float32).tiny)
+    return (gradient / scale).to(dtype), scale
+
+
+def _add_product(total: Tensor, left: Tensor, right: Tensor, *, scale: Tensor | float, is_first: bool) -> None:
+    """total (+)= scale * left @ right, in fp32: products rounded to half precision chunk by chunk add up a bias."""
     with torch.autocast(total.device.type, enabled=False):
-        if total.device.type == "cuda" and left.dtype in (torch.float16, torch.bfloat16):
-            product = torch.mm(left, right, out_dtype=torch.float32)
-            total.copy_(product) if is_first else total.add_(product)
+        if total.device.type == "cuda" and left.dtype == torch.bfloat16:
+            if is_first:
+                total.zero_()
+            torch.addmm(total, left, right, out_dtype=torch.float32, out=total)
         else:
-            total.addmm_(left.to(total.dtype), right.to(total.dtype), beta=0.0 if is_first else 1.0)
+            total.addmm_(left.to(total.dtype), right.to(total.dtype) * scale, beta=0.0 if is_first else 1.0)
 
 
 def _wide(tensor: Tensor) -> torch.dtype:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import partial
 from typing import Any, cast
@@ -304,17 +305,13 @@ class SDPOTrainer(CheckpointedTrainer):
         return attach_served(batches, cast(Scorer, self.generator), step=step, topk=topk)
 
     def _logps(self, model: nn.Module | None, batches: list[TrainingBatch]) -> list[Tensor | None]:
-        """(B, T) log-probs of each microbatch under a model in evaluation mode; None for no model."""
+        """(B, T) log-probs of each microbatch; None for no model."""
         if model is None:
             return [None] * len(batches)
-        head = find_head(self.accelerator.unwrap_model(model))
-        was_training = model.training
-        model.eval()
+        head, settings = find_head(self.accelerator.unwrap_model(model)), self.args.objective
         with self.compute_loss_context_manager():
-            device, settings = self.accelerator.device, self.args.objective
-            logps = [forward.completion_logps(model, head, batch.to(device), settings).cpu() for batch in batches]
-        model.train(was_training)
-        return [*logps]
+            on_device = (batch.to(self.accelerator.device) for batch in batches)
+            return [forward.completion_logps(model, head, batch, settings).cpu() for batch in on_device]
 
     def compute_loss(
         self, model: nn.Module, inputs: TrainingBatch, return_outputs: bool = False, num_items_in_batch: Any = None
@@ -322,13 +319,17 @@ class SDPOTrainer(CheckpointedTrainer):
         """This microbatch's share of the step's loss; the sum over microbatches and ranks is the step's loss."""
         if return_outputs:
             raise ValueError("SDPOTrainer returns a loss only; there are no outputs to return.")
-        settings = self.args.objective
-        head, parts = find_head(self.accelerator.unwrap_model(model)), self.teacher.parts if self.teacher else []
+        settings, parts = self.args.objective, self.teacher.parts if self.teacher else []
+        head = find_head(self.accelerator.unwrap_model(model))
         loss_of = partial(objective, batch=inputs, settings=settings)
         loss, _ = forward.token_loss(model, head, inputs, settings, loss_of, teacher=parts)
         self.metrics["train" if model.training else "eval"].add_all(loss.sums)
         # The wrapper averages gradients over ranks, and the counts are already those of all ranks.
         return loss.loss * self.accelerator.num_processes
+
+    def autocast_smart_context_manager(self, cache_enabled: bool | None = True) -> AbstractContextManager[Any]:
+        """Mixed precision for teacher, reference and head too: only a prepared model has it by itself."""
+        return self.accelerator.autocast()
 
     def training_step(self, model: nn.Module, inputs: TrainingBatch, num_items_in_batch: Any = None) -> Tensor:
         with self.clock.timed("train"):
@@ -346,9 +347,7 @@ class SDPOTrainer(CheckpointedTrainer):
 
     # --- evaluation and logging -------------------------------------------------------------------
 
-    def prediction_step(
-        self, model: nn.Module, inputs: list[Example], prediction_loss_only: bool, ignore_keys: Any = None
-    ) -> tuple[None, None, None]:
+    def prediction_step(self, model: nn.Module, inputs: list[Example], *_: Any, **__: Any) -> tuple[None, None, None]:
         """Adds the evaluation metrics of a block; `evaluation_loop` makes the loss of their sums."""
         for batch in self.serve(self.collect(inputs, "eval")):
             with torch.no_grad(), self.compute_loss_context_manager():

@@ -32,6 +32,7 @@ from sdpo import forward, heads
 from sdpo.collate import pad, sequences
 from sdpo.heads import find_head
 from sdpo.losses.objective import objective
+from sdpo.token_values import token_values
 from sdpo.types import LossTerms, TokenTerms, TrainingBatch
 
 SETTINGS = replace(plain.SETTINGS, temperature=0.7, mode="sampled_token")
@@ -260,6 +261,60 @@ def test_what_a_family_does_after_its_head_is_done_in_chunks_too(family: str) ->
     logits = plain_logits(model, prompts, completions)
     expected = logits.log_softmax(-1).gather(-1, batch.completion_ids.unsqueeze(-1)).squeeze(-1)
     assert (logps - expected * batch.completion_mask).abs().max() < 1e-5
+
+
+@pytest.mark.parametrize("family", ["soft cap", "scale", "division"])
+@pytest.mark.parametrize(("mode", "topk", "add_tail", "alpha"), MODES)
+def test_the_gradient_goes_through_what_a_family_does_after_its_head(
+    monkeypatch: pytest.MonkeyPatch, family: str, mode: Any, topk: Any, add_tail: bool, alpha: float
+) -> None:
+    torch.manual_seed(0)
+    model, teacher = (FAMILIES[family]().float().eval() for _ in range(2))
+    monkeypatch.setattr(chunk_module, "CPU_CHUNK", 3 * 50)
+    settings = replace(SETTINGS, mode=mode, topk=topk, add_tail=add_tail, alpha=alpha)
+    batch, (prompts, teacher_prompts, completions) = make_batch(share=False)
+    student_logits = plain_logits(model, prompts, completions)
+    teacher_logits = plain_logits(teacher, teacher_prompts, completions).detach()
+    expected = plain.distillation(student_logits, teacher_logits, batch.completion_ids, settings)
+    expected = expected * batch.distillation_mask
+    expected.sum().backward()
+    gradients = [p.grad.clone() for p in model.parameters()]
+    model.zero_grad()
+
+    def loss(terms: TokenTerms) -> LossTerms:
+        return LossTerms(terms.divergence.sum(), {})
+
+    found, _ = forward.token_loss(model, find_head(model), batch, settings, loss, teacher=[(teacher, 1.0)])
+    found.loss.backward()
+    assert abs(found.loss.item() - expected.sum().item()) < 1e-4
+    largest = max(gradient.abs().max() for gradient in gradients)
+    for parameter, gradient in zip(model.parameters(), gradients, strict=True):
+        assert (parameter.grad - gradient).abs().max() < 1e-5 * max(1.0, largest)
+
+
+@pytest.mark.parametrize("is_plain", [True, False])
+def test_small_gradients_survive_a_head_in_half_precision(monkeypatch: pytest.MonkeyPatch, is_plain: bool) -> None:
+    """A mean over many tokens has gradients below the smallest number of float16."""
+    monkeypatch.setattr(heads.Head, "is_plain", property(lambda _: is_plain))
+    torch.manual_seed(0)
+    wide = nn.Linear(8, 30, bias=False)
+    narrow = nn.Linear(8, 30, bias=False).half()
+    narrow.weight.data.copy_(wide.weight)
+    wide.weight.data.copy_(narrow.weight)
+    states, ids = torch.randn(5, 8).half(), torch.arange(5)
+    found = []
+    for module in (wide, narrow):
+        hidden = states.to(module.weight.dtype).requires_grad_()
+
+        def slopes(rows: slice, _: Any) -> tuple[Tensor, None]:
+            return torch.full((rows.stop - rows.start,), 1e-9), None
+
+        plain_settings = replace(SETTINGS, temperature=1.0)
+        _, anchor = token_values(heads.Head(module), hidden, ids, [], plain_settings, slopes=slopes)
+        (anchor * 2.0**24).backward()  # as a scaler of the loss does
+        found.append((hidden.grad.float(), module.weight.grad.float()))
+    for expected, actual in zip(*found, strict=True):
+        assert (actual - expected).abs().max() < 1e-2 * expected.abs().max()
 
 
 @pytest.mark.parametrize("kind", [PromptTuningConfig, PrefixTuningConfig])

@@ -639,3 +639,21 @@ def test_real_sampling_trains(make_trainer: TrainerFactory) -> None:
     start = parameters_of(trainer)
     trainer.train()
     assert not torch.equal(parameters_of(trainer), start)
+
+
+@pytest.mark.parametrize("kind", ["ema", "live", "trust_region"])
+def test_in_mixed_precision_teacher_and_reference_compute_as_the_student_does(make_trainer: Any, kind: str) -> None:
+    trainer = make_trainer(
+        bf16=True, teacher_model_kind=kind, distillation_weight=0.5, beta=0.1, num_iterations=2, max_steps=2
+    )
+    dtypes: dict[str, set[torch.dtype]] = {}
+    copies = [part for part, _ in trainer.teacher.parts] + [trainer.reference.model]
+    for number, model in enumerate([trainer.model, *copies]):
+        layer = model.get_decoder().layers[0].mlp
+
+        def note(_: Any, __: Any, output: torch.Tensor, number: int = number) -> None:
+            dtypes.setdefault(f"model {number}", set()).add(output.dtype)
+
+        layer.register_forward_hook(note)
+    trainer.train()
+    assert dtypes and all(found == {torch.bfloat16} for found in dtypes.values()), dtypes

@@ -20,7 +20,6 @@ from accelerate import Accelerator
 from conftest import make_model
 
 from sdpo import SDPOConfig
-from sdpo.generation import vllm as vllm_module
 from sdpo.generation.server import Client, ServerGone
 from sdpo.generation.vllm import ColocatedGenerator
 
@@ -190,7 +189,12 @@ class Engine:
         self.calls.append("generate " + ",".join(str(p) for p in parameters))
         return [
             SimpleNamespace(
-                outputs=[SimpleNamespace(token_ids=[5], logprobs=[{5: SimpleNamespace(logprob=-1.0)}])] * number
+                outputs=[
+                    SimpleNamespace(
+                        token_ids=[5], logprobs=[{5: SimpleNamespace(logprob=-1.0)}], finish_reason="length"
+                    )
+                ]
+                * number
             )
             for number in parameters
         ]
@@ -217,17 +221,21 @@ def test_the_engine_wakes_is_loaded_and_generates_in_that_order(
     prompts = [[1, 2], [1, 2], [3]]
     generator.sync(0)
     found = generator.generate(prompts)
-    assert [completion.ids for completion in found] == [[5]] * 3 and not found[0].is_truncated
+    # Cut at the engine's context length, short of the limit: the engine says so.
+    assert [completion.ids for completion in found] == [[5]] * 3 and found[0].is_truncated
     generator.sync(0)  # an evaluation at the same step
     generator.generate(prompts)
+    generator.sync(1)
+    generator.generate(prompts)
+    model.load_state_dict(model.state_dict())  # such as the best checkpoint, at the same step
     generator.sync(1)
     generator.generate(prompts)
     push, draw = ["load", "reset"], ["generate 2,1"]
     if sleeps:
         use = ["wake weights", *push, "wake kv_cache", *draw, "sleep 2"]
-        assert calls == ["sleep 2", *use, *use, *use]
+        assert calls == ["sleep 2", *use, *use, *use, *use]
     else:
-        assert calls == [*push, *draw, *draw, *push, *draw]
+        assert calls == [*push, *draw, *draw, *push, *draw, *push, *draw]
 
 
 def test_a_check_of_weights_that_differ_stops_the_run(tokenizer: Any) -> None:
@@ -245,12 +253,24 @@ def test_a_check_of_weights_that_differ_stops_the_run(tokenizer: Any) -> None:
         check_weights(model, lambda ids: [logp + 0.1 for logp in right(ids)], accelerator=accelerator)
 
 
-def test_the_trainers_random_numbers_do_not_depend_on_the_engine() -> None:
-    accelerator = Accelerator(cpu=True)
+def test_the_trainers_random_numbers_do_not_depend_on_the_engine(
+    tokenizer: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Any
+) -> None:
+    monkeypatch.setattr(ColocatedGenerator, "_start", lambda *_: Engine([]))
+    args = SDPOConfig(output_dir=str(tmp_path), use_vllm=True)
+    model = make_model(tokenizer)
+    generator = ColocatedGenerator(
+        lambda: model,
+        accelerator=Accelerator(cpu=True),
+        processing_class=tokenizer,
+        settings=args.engine,
+        sampling=args.sampling,
+        eos_token_ids=[5],
+    )
 
     def run(used: int) -> tuple[float, float]:
         torch.manual_seed(3)
-        with vllm_module._own_randomness(accelerator):
+        with generator._own_randomness():
             drawn = [float(torch.rand(())) for _ in range(used)]
         return drawn[0], float(torch.rand(()))
 
@@ -269,3 +289,5 @@ def test_settings_of_the_engine_come_through(tmp_path: Any) -> None:
     assert replace(args.engine, max_model_length=64) == args.engine and args.engine.check_weights
     with pytest.raises(ValueError, match="vllm_engine_kwargs"):
         SDPOConfig(output_dir=str(tmp_path), vllm_engine_kwargs={"enforce_eager": True})
+    with pytest.raises(ValueError, match="decided by `vllm_max_model_length`"):
+        SDPOConfig(output_dir=str(tmp_path), use_vllm=True, vllm_engine_kwargs={"max_model_len": 64})

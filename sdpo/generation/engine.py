@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import torch
 from accelerate import Accelerator
+from torch import nn
 
 from sdpo.types import Completion, SamplingSettings
 
@@ -31,13 +32,15 @@ def sampling_params(sampling: SamplingSettings, *, number: int, eos_token_ids: C
     }
 
 
-def completion_of(
-    ids: list[int], logps: list[float | None] | None, *, eos_token_ids: Collection[int], limit: int
-) -> Completion:
-    """A completion of an engine: truncated where it has reached the limit without an end-of-sequence token."""
+def completion_of(ids: list[int], logps: Sequence[float | None] | None, *, is_truncated: bool) -> Completion:
+    """A completion of an engine, with NaN for the log-probs that it does not know."""
     sampled = None if logps is None else [float("nan") if logp is None else logp for logp in logps]
-    is_ended = bool(ids) and ids[-1] in eos_token_ids
-    return Completion(ids, is_truncated=len(ids) >= limit and not is_ended, sampled_logps=sampled)
+    return Completion(ids, is_truncated=is_truncated, sampled_logps=sampled)
+
+
+def weights_of(model: nn.Module, step: int) -> tuple[int, int]:
+    """Changes when the parameters are written to: by an optimizer step, or by loading a checkpoint."""
+    return step, sum(parameter._version for parameter in model.parameters())
 
 
 @torch.no_grad()

@@ -19,14 +19,14 @@ from torch import Tensor, nn
 from trl.generation.vllm_client import VLLMClient
 
 from sdpo import distributed
-from sdpo.generation.engine import check_weights, completion_of, sampling_params
+from sdpo.generation.engine import check_weights, completion_of, sampling_params, weights_of
 from sdpo.generation.vllm import DataPlane, data_plane
 from sdpo.generation.weights import check_engine_can_hold, describe, engine_weights
 from sdpo.types import Completion, EngineSettings, SamplingSettings, ServedToken
 
 T = TypeVar("T")
 FIRST_WAIT, LONGEST_WAIT = 0.5, 8.0  # seconds between two tries, doubled each time
-MAX_TRIES = 3  # of sending the weights to one server
+MAX_TRIES = 3  # of sending the weights, and of a question to a server that has been started again
 TRANSIENT = (500, 502, 503, 504)
 # Tensors go beside these calls, so one that has failed is not repeated by itself: the weights are sent anew.
 ONCE = ("/init_weight_transfer_engine", "/start_weight_update", "/update_weights", "/finish_weight_update")
@@ -182,7 +182,7 @@ class ServerGenerator:
         self.sampling, self.eos_token_ids = sampling, frozenset(eos_token_ids)
         check_engine_can_hold(accelerator.unwrap_model(get_model()))
         self._metadata: list[tuple[str, str, list[int]]] | None = None
-        self._pushed_step: int | None = None
+        self._pushed: tuple[int, int] | None = None
         self._step = 0
         self._client: Client | None = None
         distributed.from_main(self._connect, accelerator)
@@ -204,7 +204,7 @@ class ServerGenerator:
 
     def sync(self, step: int) -> None:
         self._step = step
-        if self._pushed_step != step:
+        if self._pushed != weights_of(self.accelerator.unwrap_model(self.get_model()), step):
             self._push()
 
     def _push(self) -> None:
@@ -221,7 +221,7 @@ class ServerGenerator:
                 pass
             num_tries += 1
             is_sent = distributed.from_main(partial(_outcome, failure, num_tries), self.accelerator)
-        self._pushed_step = self._step
+        self._pushed = weights_of(policy, self._step)
         if self.settings.check_weights:
             check_weights(self.get_model(), self._prompt_logps, accelerator=self.accelerator)
 
@@ -239,11 +239,15 @@ class ServerGenerator:
 
     def _ask(self, question: Callable[[], T]) -> T:
         """The main process's question to a server that has the weights; the answer is known to all ranks."""
-        while True:
+        for _ in range(MAX_TRIES):
             answer: T | None = distributed.from_main(lambda: self._try(question), self.accelerator)
             if answer is not None:
                 return answer
             self._push()
+        raise ConnectionError(
+            f"The vLLM server at {self.settings.server_url} was another one {MAX_TRIES} times in a row. If it keeps "
+            "crashing, see its log; if several processes answer at this address, start it with --api-server-count 1."
+        )
 
     def _try(self, question: Callable[[], T]) -> T | None:
         try:
@@ -272,14 +276,18 @@ class ServerGenerator:
                 completion_of(
                     ids,
                     None if steps is None else [step[0] for step in steps],
-                    eos_token_ids=self.eos_token_ids,
-                    limit=self.sampling.max_completion_length,
+                    is_truncated=self._is_truncated(ids),
                 )
                 for ids, steps in zip(output["completion_ids"], logps, strict=True)
             ]
             for place, i in enumerate(chosen):
                 found[i] = completions[place * size : (place + 1) * size]
         return [completion for i in range(len(groups)) for completion in found[i]]
+
+    def _is_truncated(self, ids: list[int]) -> bool:
+        """TRL's client does not say why one has ended. The server refuses a prompt without room for the limit."""
+        is_ended = bool(ids) and ids[-1] in self.eos_token_ids
+        return len(ids) >= self.sampling.max_completion_length and not is_ended
 
     def score(self, sequences: Sequence[tuple[list[int], list[int]]], *, topk: int) -> list[list[ServedToken]]:
         """Of each (prompt, completion), the engine's values of each completion token, for this rank's sequences.

@@ -49,7 +49,7 @@ class TransformersGenerator:
         device = self.accelerator.device
         ids = pad(prompt_ids, self.config.pad_token_id, dtype=torch.long, left=True).to(device)
         mask = pad([[1] * len(prompt) for prompt in prompt_ids], 0, dtype=torch.long, left=True).to(device)
-        with torch.compiler.set_stance("force_eager"), _sampling_mode(model, self.config), self.accelerator.autocast():
+        with _sampling_mode(model, self.config), self.accelerator.autocast():
             if is_peft_model(model) and model.active_peft_config.is_prompt_learning:
                 return [self._cut(completion) for completion in self._sample_whole(model, prompt_ids)]
             name, cache = _prefill(model, prompt_ids, ids, mask)

@@ -19,9 +19,11 @@ from accelerate import Accelerator
 from torch import Tensor, nn
 
 from sdpo import distributed
-from sdpo.generation.engine import check_weights, completion_of, sampling_params
+from sdpo.generation.engine import check_weights, completion_of, sampling_params, weights_of
 from sdpo.generation.weights import check_engine_can_hold, engine_weights
 from sdpo.types import Completion, EngineSettings, SamplingSettings
+
+SEED_STRIDE = 1_000_003  # between the seeds of two engines
 
 Announced = tuple[str, str, list[int]]
 """Name, dtype without "torch.", and shape of a tensor that is sent."""
@@ -49,9 +51,9 @@ class ColocatedGenerator:
         policy = accelerator.unwrap_model(get_model())
         check_engine_can_hold(policy)
         self._tp_group = _tensor_parallel_group(accelerator, settings.tensor_parallel_size)
-        with _own_randomness(accelerator, settings.tensor_parallel_size):
+        with self._own_randomness():
             self.engine = self._start(policy, processing_class)
-        self._pushed_step: int | None = None
+        self._pushed: tuple[int, int] | None = None
         if settings.enable_sleep_mode:
             self.engine.sleep(level=2)
         distributed.wait(accelerator)
@@ -59,7 +61,7 @@ class ColocatedGenerator:
     def _start(self, policy: Any, processing_class: Any) -> Any:
         processes, settings = self.accelerator.num_processes, self.settings
         if processes == 1:
-            os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")  # the engine's model has to be in reach
+            os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # the engine's model has to be in reach
         else:
             for name, value in (
                 ("RANK", self.accelerator.process_index),
@@ -90,15 +92,17 @@ class ColocatedGenerator:
             return vllm.LLM(**{**arguments, **settings.engine_kwargs})
 
     def sync(self, step: int) -> None:
-        if self._pushed_step == step:
+        model = self.get_model()
+        policy = self.accelerator.unwrap_model(model)
+        weights = weights_of(policy, step)
+        if self._pushed == weights:
             return
         if self.settings.enable_sleep_mode:
             self.engine.wake_up(tags=["weights"])
-        model = self.get_model()
         worker = self.engine.llm_engine.model_executor.driver_worker
-        worker.model_runner.model.load_weights(engine_weights(self.accelerator.unwrap_model(model)))
+        worker.model_runner.model.load_weights(engine_weights(policy))
         self.engine.reset_prefix_cache()
-        self._pushed_step = step
+        self._pushed = weights
         if self.settings.check_weights:
             if self.settings.enable_sleep_mode:
                 self.engine.wake_up(tags=["kv_cache"])
@@ -114,25 +118,25 @@ class ColocatedGenerator:
 
         parameters = [self._parameters(vllm, number) for _, number in groups]
         prompts = [{"prompt_token_ids": ids} for ids, _ in groups]
-        with _own_randomness(self.accelerator, self.settings.tensor_parallel_size):
+        with self._own_randomness():
             outputs = self.engine.generate(prompts, parameters, use_tqdm=False) if prompts else []
         if self.settings.enable_sleep_mode:
             self.engine.sleep(level=2)
-            self._pushed_step = None  # the weights are gone
+            self._pushed = None  # the weights are gone
         drawn = [output for request in outputs for output in request.outputs]
-        limit = self.sampling.max_completion_length
         return [
             completion_of(
                 list(output.token_ids),
                 [step[token].logprob for token, step in zip(output.token_ids, output.logprobs, strict=True)],
-                eos_token_ids=self.eos_token_ids,
-                limit=limit,
+                is_truncated=output.finish_reason == "length",
             )
             for output in drawn[first : first + len(prompt_ids)]
         ]
 
     def _parameters(self, vllm: Any, number: int) -> Any:
         values = sampling_params(self.sampling, number=number, eos_token_ids=self.eos_token_ids)
+        if values.get("seed") is not None:  # ranks may share a group, whose completions are to differ
+            values["seed"] += SEED_STRIDE * (self.accelerator.process_index // self.settings.tensor_parallel_size)
         structure = values.get("structured_outputs")
         if isinstance(structure, dict):
             values["structured_outputs"] = vllm.sampling_params.StructuredOutputsParams(**structure)
@@ -142,9 +146,26 @@ class ColocatedGenerator:
         """Log-probs of ids[1:], each given those before it."""
         import vllm
 
-        parameters = vllm.SamplingParams(max_tokens=1, temperature=1.0, prompt_logprobs=0)
-        [output] = self.engine.generate([{"prompt_token_ids": ids}], parameters, use_tqdm=False)
+        parameters = vllm.SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=0)
+        with torch.random.fork_rng(devices=self._cuda()):
+            [output] = self.engine.generate([{"prompt_token_ids": ids}], parameters, use_tqdm=False)
         return [step[token].logprob for token, step in zip(ids[1:], output.prompt_logprobs[1:], strict=True)]
+
+    def _cuda(self) -> list[torch.device]:
+        return [self.accelerator.device] if self.accelerator.device.type == "cuda" else []
+
+    @contextmanager
+    def _own_randomness(self) -> Iterator[None]:
+        """Inside, random numbers of a seed drawn from the trainer's; the engine seeds and uses the process's own.
+
+        So what is drawn depends on the state of the run alone, and the trainer's numbers on nothing the engine does.
+        Ranks of one engine draw the same.
+        """
+        drawn = int(torch.randint(2**31, ()).item()) + self.accelerator.process_index
+        [seed, *_], _ = distributed.gather_in([drawn], self._tp_group)
+        with torch.random.fork_rng(devices=self._cuda()):
+            torch.manual_seed(seed)
+            yield
 
 
 def _tensor_parallel_group(accelerator: Accelerator, size: int) -> Any:
@@ -156,20 +177,6 @@ def _tensor_parallel_group(accelerator: Accelerator, size: int) -> Any:
             "divisor, or start another number of processes."
         )
     return distributed.subgroup(accelerator, size)
-
-
-@contextmanager
-def _own_randomness(accelerator: Accelerator, size: int = 1) -> Iterator[None]:
-    """Inside, random numbers of a seed drawn from the trainer's; the engine seeds and uses the process's generators.
-
-    So what the engine draws depends on the state of the run alone, and the trainer's own numbers on nothing the engine
-    does. Ranks of one engine draw the same.
-    """
-    seed = int(torch.randint(2**31, ()).item()) + accelerator.process_index // size
-    devices = [accelerator.device] if accelerator.device.type == "cuda" else []
-    with torch.random.fork_rng(devices=devices):
-        torch.manual_seed(seed)
-        yield
 
 
 class DataPlane(Protocol):

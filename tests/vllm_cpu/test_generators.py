@@ -57,9 +57,8 @@ def settings(folder: Path, **changes: Any) -> SDPOConfig:
         **changes,
     }
     if values.get("vllm_mode", "colocate") == "colocate" and values["use_vllm"]:
-        values.setdefault(
-            "vllm_engine_kwargs", {"enforce_eager": True, "max_model_len": 128, "num_gpu_blocks_override": 64}
-        )
+        values.setdefault("vllm_max_model_length", 128)
+        values.setdefault("vllm_engine_kwargs", {"enforce_eager": True, "num_gpu_blocks_override": 64})
     return SDPOConfig(**values)
 
 
