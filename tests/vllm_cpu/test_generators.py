@@ -41,7 +41,6 @@ def settings(folder: Path, **changes: Any) -> SDPOConfig:
         "output_dir": str(folder),
         "use_vllm": True,
         "vllm_check_weights": True,
-        "vllm_server_timeout": 120.0,
         "per_device_train_batch_size": 4,
         "num_generations": 4,
         "max_completion_length": LENGTH,
@@ -63,7 +62,13 @@ def settings(folder: Path, **changes: Any) -> SDPOConfig:
 
 
 def of_server(server: Server, **changes: Any) -> dict[str, Any]:
-    return {"vllm_mode": "server", "vllm_server_base_url": server.url, "vllm_group_port": free_port(), **changes}
+    return {
+        "vllm_mode": "server",
+        "vllm_server_base_url": server.url,
+        "vllm_server_timeout": 120.0,
+        "vllm_group_port": free_port(),
+        **changes,
+    }
 
 
 def free_port() -> int:
@@ -91,10 +96,9 @@ def check_sync(model: Any, generator: Any) -> None:
     generator.sync(0)
     assert gap(model, generator) < 1e-4
     disturb(model)
-    generator.sync(0)  # nothing says that the weights have changed
     assert gap(model, generator) > 1e-1
     before = {name: parameter.clone() for name, parameter in model.named_parameters()}
-    generator.sync(1)
+    generator.sync(0)  # the weights themselves say that they have changed
     assert gap(model, generator) < 1e-4
     assert all(torch.equal(parameter, before[name]) for name, parameter in model.named_parameters())
 
