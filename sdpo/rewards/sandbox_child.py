@@ -11,7 +11,6 @@ import ctypes
 import json
 import linecache
 import os
-import resource
 import sys
 import traceback
 import types
@@ -95,6 +94,8 @@ def _fail() -> None:
 
 def _confine(spec: dict[str, Any]) -> None:
     """Everything that this process gives up for good."""
+    import resource  # Windows has none, and must be able to import this file
+
     libc = ctypes.CDLL(None, use_errno=True)
     for name, value in spec["limits"].items():
         kind = getattr(resource, name)
