@@ -472,7 +472,7 @@ def add(a, b):
 import os, sys, re
 def add(a, b):
     text = repr(sys.argv) + repr(sys.orig_argv) + repr(os.environ)
-    for name in ('environ', 'cmdline', 'mem', 'maps', 'fd/0', 'fd/3'):
+    for name in ('environ', 'cmdline', 'mem', 'maps', 'fd/0'):
         for pid in (os.getppid(), os.getpid()):
             try: text += open(f'/proc/{pid}/{name}', errors='replace').read(1 << 16)
             except OSError: pass

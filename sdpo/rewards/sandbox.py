@@ -6,7 +6,6 @@ program is not: a verdict made inside could be forged from inside.
 
 from __future__ import annotations
 
-import base64
 import functools
 import itertools
 import json
@@ -208,7 +207,7 @@ def _confinement(level: Level, limits: Limits, paths: Sequence[str]) -> dict[str
         "limits": resources,
         "landlock": [sys.base_prefix, *_LIBRARIES, *paths] if level == "contained" else None,
         "uid": _FIRST_UID + next(_uids) % _NUM_UIDS if drops_root else None,
-        "seccomp": None if filters is None else base64.b64encode(filters).decode(),
+        "seccomp": None if filters is None else filters.hex(),
     }
 
 
