@@ -101,6 +101,8 @@ def run(
         RuntimeError: no level but "limited" is available, and it was not asked for; or the box could not be set up.
     """
     level = level or isolation_level()
+    if level == "restricted":
+        _hide_memory()
     limits = limits or Limits()
     spec = {
         "program": program,
@@ -132,7 +134,6 @@ def isolation_level() -> Level:
         if _works(level):
             logger.info("Programs run at isolation level %r.", level)
             if level == "restricted":
-                _hide_memory()
                 logger.warning("Programs can read the files that this user can read; see docs/code_reward.md.")
             return level
     raise RuntimeError(
@@ -173,6 +174,7 @@ def _works(level: Level) -> bool:
     return result.output in {json.dumps([False, False, False, can]).encode() for can in (False, can_read)}
 
 
+@functools.cache
 def _hide_memory() -> None:
     """Keeps processes of the same user out of this one's memory, where the expected outputs are."""
     import ctypes
