@@ -208,7 +208,7 @@ def _confinement(level: Level, limits: Limits, paths: Sequence[str]) -> dict[str
     return {
         "limits": resources,
         "landlock": [sys.base_prefix, *_LIBRARIES, *paths] if level == "contained" else None,
-        "uid": _FIRST_UID + next(_uids) % _NUM_UIDS if drops_root else None,
+        "uid": _FIRST_UID + (os.getpid() + next(_uids)) % _NUM_UIDS if drops_root else None,
         "seccomp": None if filters is None else filters.hex(),
     }
 
