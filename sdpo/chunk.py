@@ -250,7 +250,7 @@ def _on_support(
 
 
 def top_ids(values: Tensor, k: int, *, num_groups: int = 2048) -> Tensor:
-    """(n, k) ids of the k largest of `values` (n, V), as `topk` finds them but several times as fast for a large V.
+    """(n, k) ids of the k largest of `values` (n, V), as `topk` finds them, looking for them in few columns only.
 
     The columns are dealt out into groups. The k largest numbers lie in the k groups whose largest are largest: in any
     other group, no number is larger than the k largest of those. What is left over by the dealing is a candidate too.

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
 
-from sdpo.types import Completion, LossCounts, Row, Sequences, TrainingBatch
+from sdpo.types import Completion, LossCounts, Row, Sequences, Served, ServedToken, TrainingBatch
 
 MAX_MASK = 2**26  # numbers in the attention mask of shared prompts, (S, L, L): 256 MB in float32
 
@@ -68,6 +68,21 @@ def _sampled_logps(completions: Sequence[Completion]) -> Tensor | None:
     for completion, logps in zip(completions, found, strict=True):
         assert len(logps) == len(completion.ids), "a sampler gives one log-prob a token"
     return pad(found, 0.0, dtype=torch.float32)
+
+
+def served_grid(shape: torch.Size, rows: Mapping[int, Sequence[ServedToken]], *, topk: int) -> Served:
+    """What a server says of the tokens of some rows, in a microbatch of this shape (B, T)."""
+    found = Served(
+        logps=torch.zeros(shape),
+        ids=torch.zeros((*shape, topk), dtype=torch.long),
+        support_logps=torch.zeros((*shape, topk)),
+    )
+    for row, tokens in rows.items():
+        found.logps[row, : len(tokens)] = torch.tensor([token.logp for token in tokens])
+        if topk:
+            found.ids[row, : len(tokens)] = torch.tensor([token.ids for token in tokens])
+            found.support_logps[row, : len(tokens)] = torch.tensor([token.logps for token in tokens])
+    return found
 
 
 def sequences(

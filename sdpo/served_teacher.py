@@ -6,9 +6,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Protocol
 
-import torch
-
-from sdpo.types import Served, ServedToken, TrainingBatch
+from sdpo.collate import served_grid
+from sdpo.types import ServedToken, TrainingBatch
 
 
 class Scorer(Protocol):
@@ -27,16 +26,15 @@ def attach_served(
     On every rank, also one that has nothing to score.
     """
     server.sync(step)  # also where rollouts are reused: the weights have moved since they were sampled
-    rows = [(number, row) for number, batch in enumerate(batches) for row in _taught_rows(batch)]
-    scored = server.score([sequence_of(batches[number], row) for number, row in rows], topk=topk or 0)
-    found = [_empty(batch, topk or 0) for batch in batches]
-    for (number, row), tokens in zip(rows, scored, strict=True):
-        length = len(tokens)
-        found[number].logps[row, :length] = torch.tensor([token.logp for token in tokens])
-        if topk:
-            found[number].ids[row, :length] = torch.tensor([token.ids for token in tokens])
-            found[number].support_logps[row, :length] = torch.tensor([token.logps for token in tokens])
-    return [replace(batch, served=served) for batch, served in zip(batches, found, strict=True)]
+    places = [(number, row) for number, batch in enumerate(batches) for row in taught_rows(batch)]
+    scored = server.score([sequence_of(batches[number], row) for number, row in places], topk=topk or 0)
+    rows: list[dict[int, list[ServedToken]]] = [{} for _ in batches]
+    for (number, row), tokens in zip(places, scored, strict=True):
+        rows[number][row] = tokens
+    return [
+        replace(batch, served=served_grid(batch.completion_ids.shape, of_batch, topk=topk or 0))
+        for batch, of_batch in zip(batches, rows, strict=True)
+    ]
 
 
 def sequence_of(batch: TrainingBatch, row: int) -> tuple[list[int], list[int]]:
@@ -47,15 +45,7 @@ def sequence_of(batch: TrainingBatch, row: int) -> tuple[list[int], list[int]]:
     return prompt.tolist(), batch.completion_ids[row][batch.completion_mask[row]].tolist()
 
 
-def _taught_rows(batch: TrainingBatch) -> list[int]:
+def taught_rows(batch: TrainingBatch) -> list[int]:
+    """Rows with a token to distill."""
     rows: list[int] = batch.distillation_mask.any(dim=1).nonzero().squeeze(-1).tolist()
     return rows
-
-
-def _empty(batch: TrainingBatch, topk: int) -> Served:
-    shape = batch.completion_ids.shape
-    return Served(
-        logps=torch.zeros(shape),
-        ids=torch.zeros((*shape, topk), dtype=torch.long),
-        support_logps=torch.zeros((*shape, topk)),
-    )

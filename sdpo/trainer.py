@@ -302,7 +302,8 @@ class SDPOTrainer(CheckpointedTrainer):
         if not self.args.use_teacher_server:
             return batches
         step, topk = self.state.global_step, self.args.distillation_topk
-        return attach_served(batches, cast(Scorer, self.generator), step=step, topk=topk)
+        with self.clock.timed("teacher_server"):
+            return attach_served(batches, cast(Scorer, self.generator), step=step, topk=topk)
 
     def _logps(self, model: nn.Module | None, batches: list[TrainingBatch]) -> list[Tensor | None]:
         """(B, T) log-probs of each microbatch; None for no model."""

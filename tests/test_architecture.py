@@ -41,6 +41,7 @@ SAME_LAYER = {
     ("config_rules", "templates"),  # they are parsed at construction
     ("presets", "config_rules"),  # names of presets are a choice
     ("generation", "distributed"),  # one server for all ranks
+    ("served_teacher", "collate"),  # its grid
     ("generation", "collate"),  # prompts are padded for the sampler, and padding has one home
     ("forward", "collate"),  # the layout it tries the model on
     ("forward", "heads"),

@@ -200,6 +200,17 @@ class Engine:
         ]
 
 
+def colocated(model: Any, tokenizer: Any, args: SDPOConfig) -> ColocatedGenerator:
+    return ColocatedGenerator(
+        lambda: model,
+        accelerator=Accelerator(cpu=True),
+        processing_class=tokenizer,
+        settings=args.engine,
+        sampling=args.sampling,
+        eos_token_ids=[5],
+    )
+
+
 @pytest.mark.parametrize("sleeps", [True, False])
 def test_the_engine_wakes_is_loaded_and_generates_in_that_order(
     tokenizer: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Any, sleeps: bool
@@ -210,14 +221,7 @@ def test_the_engine_wakes_is_loaded_and_generates_in_that_order(
     monkeypatch.setitem(__import__("sys").modules, "vllm", SimpleNamespace())
     args = SDPOConfig(output_dir=str(tmp_path), use_vllm=True, vllm_enable_sleep_mode=sleeps, num_generations=2)
     model = make_model(tokenizer)
-    generator = ColocatedGenerator(
-        lambda: model,
-        accelerator=Accelerator(cpu=True),
-        processing_class=tokenizer,
-        settings=args.engine,
-        sampling=args.sampling,
-        eos_token_ids=[5],
-    )
+    generator = colocated(model, tokenizer, args)
     prompts = [[1, 2], [1, 2], [3]]
     generator.sync(0)
     found = generator.generate(prompts)
@@ -259,14 +263,7 @@ def test_the_trainers_random_numbers_do_not_depend_on_the_engine(
     monkeypatch.setattr(ColocatedGenerator, "_start", lambda *_: Engine([]))
     args = SDPOConfig(output_dir=str(tmp_path), use_vllm=True)
     model = make_model(tokenizer)
-    generator = ColocatedGenerator(
-        lambda: model,
-        accelerator=Accelerator(cpu=True),
-        processing_class=tokenizer,
-        settings=args.engine,
-        sampling=args.sampling,
-        eos_token_ids=[5],
-    )
+    generator = colocated(model, tokenizer, args)
 
     def run(used: int) -> tuple[float, float]:
         torch.manual_seed(3)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
+from itertools import groupby
 from typing import Any
 
 import torch
@@ -30,6 +31,11 @@ def sampling_params(sampling: SamplingSettings, *, number: int, eos_token_ids: C
         **sampling.generation_kwargs,
         "n": number,
     }
+
+
+def grouped(prompts: Iterable[list[int]]) -> list[tuple[list[int], int]]:
+    """Prompts that stand next to each other and are equal, once each, with their number: one request of an engine."""
+    return [(ids, len(list(copies))) for ids, copies in groupby(prompts)]
 
 
 def completion_of(ids: list[int], logps: Sequence[float | None] | None, *, is_truncated: bool) -> Completion:

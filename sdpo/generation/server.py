@@ -9,7 +9,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from itertools import groupby
 from typing import Any, TypeVar
 
 import requests
@@ -19,7 +18,7 @@ from torch import Tensor, nn
 from trl.generation.vllm_client import VLLMClient
 
 from sdpo import distributed
-from sdpo.generation.engine import check_weights, completion_of, sampling_params, weights_of
+from sdpo.generation.engine import check_weights, completion_of, grouped, sampling_params, weights_of
 from sdpo.generation.vllm import DataPlane, data_plane
 from sdpo.generation.weights import check_engine_can_hold, describe, engine_weights
 from sdpo.types import Completion, EngineSettings, SamplingSettings, ServedToken
@@ -257,7 +256,7 @@ class ServerGenerator:
 
     def generate(self, prompt_ids: Sequence[list[int]]) -> list[Completion]:
         world, first = distributed.gather_rows(list(prompt_ids), self.accelerator)
-        groups = [(list(ids), len(list(copies))) for ids, copies in groupby(world)]
+        groups = grouped(world)
         if not groups:
             return []
         drawn = self._ask(lambda: self._draw(groups))
@@ -269,7 +268,6 @@ class ServerGenerator:
         for size in {size for _, size in groups}:
             chosen = [i for i, group in enumerate(groups) if group[1] == size]
             values = sampling_params(self.sampling, number=size, eos_token_ids=self.eos_token_ids)
-            values.pop("n")
             output = self.client.generate([groups[i][0] for i in chosen], n=size, generation_kwargs=values)
             logps = output["logprobs"] or [None] * len(output["completion_ids"])
             completions = [
@@ -317,7 +315,7 @@ class ServerGenerator:
 
 
 def _outcome(failure: Exception | None, num_tries: int) -> bool:
-    """Whether sending succeeded. A server that was started again meanwhile is no failure, nor is a first one."""
+    """Whether sending succeeded. A server that was started again meanwhile is no failure, nor are the first ones."""
     is_retried = isinstance(failure, ServerGone) or (isinstance(failure, ConnectionError) and num_tries < MAX_TRIES)
     if failure is not None and not is_retried:
         raise failure

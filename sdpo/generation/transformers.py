@@ -165,7 +165,7 @@ def _prefill(
 def _full_tiles(model: Any, *, few: int = 4, tile: int = 16) -> Iterator[None]:
     """Inside, the output head of a model on a CPU sees 4 to 15 rows as 16, the last ones without a meaning.
 
-    The matrix product of a CPU library takes about twice as long for 8 rows as for 16 (`make bench`).
+    A library's matrix product fills tiles of 16 rows; with fewer it may take another way, which is slower.
     """
 
     def fill(_: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:

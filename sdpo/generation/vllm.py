@@ -10,7 +10,6 @@ import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from itertools import groupby
 from types import SimpleNamespace
 from typing import Any, Protocol
 
@@ -19,7 +18,7 @@ from accelerate import Accelerator
 from torch import Tensor, nn
 
 from sdpo import distributed
-from sdpo.generation.engine import check_weights, completion_of, sampling_params, weights_of
+from sdpo.generation.engine import check_weights, completion_of, grouped, sampling_params, weights_of
 from sdpo.generation.weights import check_engine_can_hold, engine_weights
 from sdpo.types import Completion, EngineSettings, SamplingSettings
 
@@ -111,7 +110,7 @@ class ColocatedGenerator:
     def generate(self, prompt_ids: Sequence[list[int]]) -> list[Completion]:
         # All ranks of a tensor-parallel engine work on the prompts of all of them, and each keeps its own.
         world, first = distributed.gather_in(prompt_ids, self._tp_group)
-        groups = [(list(ids), len(list(copies))) for ids, copies in groupby(world)]
+        groups = grouped(world)
         if self.settings.enable_sleep_mode:
             self.engine.wake_up(tags=["kv_cache"])
         import vllm

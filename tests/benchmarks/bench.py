@@ -67,8 +67,9 @@ def worker(package: str, case: dict[str, Any]) -> dict[str, float]:
 
     import torch
     from datasets import Dataset
+    from sampling import llama
     from tokenizers import Tokenizer, models, pre_tokenizers
-    from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast, TrainerCallback
+    from transformers import LlamaForCausalLM, PreTrainedTokenizerFast, TrainerCallback
 
     torch.set_num_threads(1)
     tokens, vocabulary = case.get("tokens", 64), case["vocabulary"]
@@ -79,19 +80,7 @@ def worker(package: str, case: dict[str, Any]) -> dict[str, float]:
         tokenizer_object=backend, pad_token="<pad>", eos_token="<eos>", unk_token="<unk>"
     )
     torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=vocabulary,
-        hidden_size=256,
-        intermediate_size=1024,
-        num_hidden_layers=4,
-        num_attention_heads=4,
-        num_key_value_heads=4,
-        max_position_embeddings=4096,
-        tie_word_embeddings=False,
-        bos_token_id=None,
-        eos_token_id=1,
-        pad_token_id=0,
-    )
+    config = llama(vocabulary)
     module = importlib.import_module(package)
     active = case.get("active", 1.0)
 

@@ -21,9 +21,9 @@ from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM
 from sdpo.generation.transformers import TransformersGenerator
 
 
-def build(vocabulary: int, *, ragged: int) -> Any:
-    torch.manual_seed(0)
-    config = LlamaConfig(
+def llama(vocabulary: int) -> LlamaConfig:
+    """The model of every benchmark."""
+    return LlamaConfig(
         vocab_size=vocabulary,
         hidden_size=256,
         intermediate_size=1024,
@@ -31,11 +31,16 @@ def build(vocabulary: int, *, ragged: int) -> Any:
         num_attention_heads=4,
         num_key_value_heads=4,
         max_position_embeddings=4096,
+        tie_word_embeddings=False,
         bos_token_id=None,
         eos_token_id=1,
         pad_token_id=0,
     )
-    model = LlamaForCausalLM(config).eval()
+
+
+def build(vocabulary: int, *, ragged: int) -> Any:
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(llama(vocabulary)).eval()
     if ragged:  # all logits are near 0, so this many times the mass of one token
         model.lm_head = torch.nn.Linear(256, vocabulary)
         with torch.no_grad():
