@@ -22,6 +22,7 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, TrainOutput, get_l
 from sdpo import distributed
 from sdpo.callbacks import Diagnostics
 from sdpo.metrics import Metrics, StageClock
+from sdpo.reprompt import EarlierSuccesses
 from sdpo.teacher import PolicyCopy, Teacher
 from sdpo.types import Block, Phase, Sequences, TrainingBatch
 
@@ -192,6 +193,7 @@ class CheckpointedTrainer(Trainer):
     teacher: Teacher | None
     reference: PolicyCopy | None
     block: Block | None
+    earlier: EarlierSuccesses
     metrics: dict[Phase, Metrics]
     clock: StageClock
     diagnostics: Diagnostics
@@ -218,6 +220,7 @@ class CheckpointedTrainer(Trainer):
         self._resumed_from = None
         self._resumed_log = (0.0, 0)
         self.block = None
+        self.earlier.load_state_dict({})
         self.metrics["train"].clear()
         self.clock.clear()
         self.diagnostics.streaks.clear()
@@ -249,6 +252,7 @@ class CheckpointedTrainer(Trainer):
             "streaks": [(phase, name, number) for (phase, name), number in self.diagnostics.streaks.items()],
             "loss_since_log": self._tr_loss.item(),
             "logged_step": self._globalstep_last_logged,
+            "earlier_successes": self.earlier.state_dict(),
         }
         save_rank(folder, self.args.process_index, block=self.block, state=state)
 
@@ -259,6 +263,7 @@ class CheckpointedTrainer(Trainer):
         self.block, state = load_rank(folder, self.args.process_index)
         self.metrics["train"].restore(state["metrics"])
         self.diagnostics.streaks.update({(phase, name): number for phase, name, number in state["streaks"]})
+        self.earlier.load_state_dict(state["earlier_successes"])
         self._resumed_log = (state["loss_since_log"], state["logged_step"])
 
     def _kept_weights(self) -> dict[str, Teacher | PolicyCopy]:

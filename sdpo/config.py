@@ -35,6 +35,7 @@ from sdpo.config_rules import (
 )
 from sdpo.presets import PresetName, build_preset
 from sdpo.types import (
+    DemonstrationSelection,
     DistillationMode,
     EngineSettings,
     ImportanceSamplingLevel,
@@ -201,6 +202,19 @@ class SDPOConfig(TrainingArguments):
     # --- reprompting -----------------------------------------------------------------------------------------------
 
     use_successful_as_teacher: bool = _setting(True, "Show the teacher a successful completion of the same prompt.")
+    demonstration_selection: DemonstrationSelection = _setting(
+        "first",
+        "Which of several successes is shown: the 'first' of the group, a 'random' one, the 'shortest' in tokens, or "
+        "the 'best', that of the highest reward.",
+    )
+    demonstration_buffer_size: int = _setting(
+        0,
+        "Latest successes of each prompt that are kept over the run, to be shown where no sibling succeeded. 0: none.",
+    )
+    demonstration_column: str | None = _setting(
+        None,
+        "Dataset column with a solution of the prompt, shown where there is no success to show.",
+    )
     success_reward_threshold: float = _setting(
         1.0,
         "Weighted reward from which a completion is a success. One without any valid reward never is.",

@@ -137,6 +137,7 @@ RANGES: Mapping[str, _Interval] = {
     "teacher_sync_steps": _AT_LEAST_ONE,
     "success_reward_threshold": _FINITE,
     "max_reprompt_len": _AT_LEAST_ONE,
+    "demonstration_buffer_size": _NOT_NEGATIVE,
     "diagnostics_warning_interval": _NOT_NEGATIVE,
     "diagnostics_flat_tolerance": _NOT_NEGATIVE,
     "max_prompt_length": _AT_LEAST_ONE,
@@ -324,22 +325,19 @@ def _groups_are_large_enough(config: Config) -> None:
             f"completion with its group, and a group of one has no baseline. Set num_generations to 2 or more, or "
             f"distillation_weight to 1."
         )
-    has_other = config.use_successful_as_teacher and not config.dont_reprompt_on_self_success
-    if not has_other and not config.include_environment_feedback:
-        raise ValueError(
-            "num_generations=1 leaves the teacher nothing to be shown: there is no other completion to demonstrate, "
-            "and include_environment_feedback is False. Set num_generations to 2 or more, "
-            "include_environment_feedback to True, or dont_reprompt_on_self_success to False."
-        )
 
 
-def _teacher_is_shown_something(config: Config) -> None:
-    if config.distillation_weight and not (config.use_successful_as_teacher or config.include_environment_feedback):
-        warnings.warn(
-            "use_successful_as_teacher and include_environment_feedback are both False: the teacher's prompt holds no "
-            "more than the student's, and no row is distilled.",
-            stacklevel=5,
-        )
+def _demonstration_options_act(config: Config) -> None:
+    """Those that choose among successes need successes to be shown."""
+    if config.distillation_weight == 0 or config.use_successful_as_teacher:
+        return
+    for name in ("demonstration_selection", "demonstration_buffer_size"):
+        value, default = getattr(config, name), _default(config, name)
+        if value != default:
+            raise ValueError(
+                f"{name}={value!r} cannot take effect with use_successful_as_teacher=False: no success is shown. Set "
+                f"that to True, or leave {name} at {default!r}."
+            )
 
 
 def _feedback_options_act(config: Config) -> None:
@@ -497,12 +495,18 @@ def _template_shows_the_context(config: Config) -> None:
     if config.distillation_weight == 0:
         return
     found = [key for _, key in parse_template("reprompt_template", config.reprompt_template)]
-    needs = {"solution": "use_successful_as_teacher", "feedback": "include_environment_feedback"}
-    for placeholder, switch in needs.items():
-        if getattr(config, switch) and placeholder not in found:
+    needs = (
+        ("use_successful_as_teacher", "solution"),
+        ("demonstration_column", "solution"),
+        ("include_environment_feedback", "feedback"),
+    )
+    for switch, placeholder in needs:
+        value = getattr(config, switch)
+        if value and placeholder not in found:
+            off = f"set {switch} to False" if value is True else f"leave {switch} out"
             raise ValueError(
-                f"{switch}=True cannot take effect: `reprompt_template` has no {{{placeholder}}}, got "
-                f"{config.reprompt_template!r}. Add it, or set {switch} to False."
+                f"{switch}={value!r} cannot take effect: `reprompt_template` has no {{{placeholder}}}, got "
+                f"{config.reprompt_template!r}. Add it, or {off}."
             )
 
 
@@ -676,9 +680,9 @@ RULES: tuple[Callable[[Config], None], ...] = (
     _beta_has_a_policy_term,
     _groups_are_large_enough,
     _teacher_settings_act,
+    _demonstration_options_act,
     _feedback_options_act,
     _template_shows_the_context,
-    _teacher_is_shown_something,
     _sequence_ratio_has_its_mean,
     _vllm_options_act,
     _engine_arguments_are_free,

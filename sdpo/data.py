@@ -280,12 +280,20 @@ def select_columns(example: Example, columns: Sequence[str] | None) -> dict[str,
     return {key: value for key, value in example.items() if columns is None or key in columns}
 
 
-def check_dataset(dataset: Any, *, name: str, num_workers: int = 0, num_checked: int = 10_000) -> list[Any]:
-    """Prompts of the first `num_checked` rows (of the first row of a stream), for the tokenizer to check.
+def check_dataset(
+    dataset: Any,
+    *,
+    name: str,
+    demonstration_column: str | None = None,
+    num_workers: int = 0,
+    num_checked: int = 10_000,
+) -> list[Example]:
+    """`prompt` and `teacher_prompt` of the first `num_checked` rows (of the first row of a stream), for other checks.
 
     Raises:
-        ValueError: the dataset is empty or lacks the column `prompt`, the message lists the columns there are; it is
-            several splits, can be read only once, or is a stream to be read by several workers.
+        ValueError: the dataset is empty or lacks the column `prompt` or `demonstration_column`, the message lists the
+            columns there are; it is several splits, can be read only once, or is a stream to be read by several
+            workers.
     """
     if isinstance(dataset, Mapping):
         raise ValueError(f"{name} is several datasets ({', '.join(map(str, dataset))}); pass one of them.")
@@ -300,18 +308,26 @@ def check_dataset(dataset: Any, *, name: str, num_workers: int = 0, num_checked:
     if not isinstance(head[0], Mapping) or "prompt" not in head[0]:
         found = sorted(head[0]) if isinstance(head[0], Mapping) else type(head[0]).__name__
         raise ValueError(f"{name} needs a column named 'prompt'; found: {found}. Rename or map yours to it.")
+    if demonstration_column is not None and demonstration_column not in head[0]:
+        raise ValueError(
+            f"demonstration_column={demonstration_column!r} is no column of {name}; found: {sorted(head[0])}. Name "
+            "one of these, or leave demonstration_column out."
+        )
+    read = ["prompt", "teacher_prompt"]
     if is_stream(dataset):
         _check_workers(name, num_workers)
-        return [head[0]["prompt"]]
+        return [select_columns(head[0], read)]
     if isinstance(dataset, Columnar) and "prompt" in dataset.column_names:  # a transform may make the column
-        dataset = dataset.select_columns(["prompt"])
-    return [example["prompt"] for example in islice((dataset[i] for i in range(len(dataset))), num_checked)]
+        dataset = dataset.select_columns([column for column in read if column in head[0]])
+    return [select_columns(dataset[i], read) for i in range(min(len(dataset), num_checked))]
 
 
-def columns_to_keep(reward_funcs: Sequence[Callable[..., Any]], *, remove_unused: bool) -> list[str] | None:
+def columns_to_keep(
+    reward_funcs: Sequence[Callable[..., Any]], *, for_teacher: Sequence[str], remove_unused: bool
+) -> list[str] | None:
     """Columns that reach the rewards and the teacher; None for all.
 
-    With `remove_unused`, those are the ones a reward function names, besides `prompt` and `privileged_context`. A
+    With `remove_unused`, those are the ones a reward function names, besides `prompt` and those `for_teacher`. A
     function that takes `**kwargs` may read any column, so all are kept.
     """
     if not remove_unused:
@@ -319,7 +335,7 @@ def columns_to_keep(reward_funcs: Sequence[Callable[..., Any]], *, remove_unused
     parameters = list(chain.from_iterable(inspect.signature(f).parameters.values() for f in reward_funcs))
     if any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters):
         return None
-    return sorted({"prompt", "privileged_context", *(p.name for p in parameters)})
+    return sorted({"prompt", *for_teacher, *(p.name for p in parameters)})
 
 
 def named_datasets(train: Any, evaluation: Any) -> list[tuple[str, Any]]:

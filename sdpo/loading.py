@@ -175,20 +175,6 @@ def check_launch(args: SDPOConfig) -> None:
         )
 
 
-def check_rewards(reward_funcs: Any, args: SDPOConfig) -> None:
-    """Makes sure that there is something to learn from.
-
-    Raises:
-        ValueError: no reward function, where the run needs rewards.
-    """
-    is_missing = reward_funcs is None or (isinstance(reward_funcs, list | tuple) and not reward_funcs)
-    if is_missing and not (args.include_environment_feedback and args.distillation_weight == 1):
-        raise ValueError(
-            "reward_funcs is missing: it decides which completions are successful. Only a run on feedback from the "
-            "column privileged_context (include_environment_feedback=True, distillation_weight=1.0) goes without."
-        )
-
-
 def reprompt_settings(model: Any, args: SDPOConfig) -> RepromptSettings:
     """How teacher prompts are made, their length held within the positions that the model has beside a completion."""
     settings = args.reprompt

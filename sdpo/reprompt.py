@@ -6,12 +6,15 @@ of it in the chat template is decided in `tokenization`.
 
 from __future__ import annotations
 
+import hashlib
+import json
+import random
 import re
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from sdpo.templates import around_question, fill_template
-from sdpo.types import Message, Prompt, RepromptSettings, ScoredRollout, TeacherContext
+from sdpo.types import DemonstrationSource, Message, Prompt, RepromptSettings, ScoredRollout, TeacherContext
 
 CUT_MARKER = "\n[...]\n"
 """Stands where the middle of a demonstration or of a feedback text was cut out."""
@@ -22,20 +25,74 @@ _CLOSED_THINKING = re.compile(r"<think>.*?</think>", re.DOTALL)
 # --- which context each row gets -------------------------------------------------------------------------------------
 
 
-def build_teacher_contexts(rows: Sequence[ScoredRollout], settings: RepromptSettings) -> list[TeacherContext]:
+class Demonstration(NamedTuple):
+    """The text of a success, with what it is chosen by. `row`: its index in the block, None for an earlier one's."""
+
+    text: str
+    reward: float
+    num_tokens: int
+    row: int | None
+
+
+class EarlierSuccesses:
+    """The latest `size` successes of each prompt, over the blocks of a run."""
+
+    def __init__(self, size: int):
+        self.size = size
+        self.by_prompt: dict[str, list[Demonstration]] = {}
+
+    def of(self, prompt: Prompt) -> list[Demonstration]:
+        """Those of this prompt, the oldest first."""
+        return self.by_prompt.get(_key(prompt), [])
+
+    def add(self, rows: Sequence[ScoredRollout], settings: RepromptSettings) -> None:
+        """Takes in a block's successes."""
+        if not self.size:
+            return
+        for found in _by_group(rows, settings).values():
+            kept = self.by_prompt.setdefault(_key(rows[found[0].row or 0].rollout.prompt), [])
+            kept += [demonstration._replace(row=None) for demonstration in found]
+            del kept[: -self.size]
+
+    def state_dict(self) -> dict[str, list[tuple[str, float, int, None]]]:
+        return {key: [(d.text, d.reward, d.num_tokens, None) for d in kept] for key, kept in self.by_prompt.items()}
+
+    def load_state_dict(self, state: Mapping[str, Sequence[tuple[str, float, int, None]]]) -> None:
+        self.by_prompt = {key: [Demonstration(*values) for values in kept] for key, kept in state.items()}
+
+
+def build_teacher_contexts(
+    rows: Sequence[ScoredRollout],
+    settings: RepromptSettings,
+    *,
+    earlier: EarlierSuccesses | None = None,
+    seed: int = 0,
+) -> list[TeacherContext]:
     """One context per row, in the rows' order; `demonstration` counts in `rows`.
 
     A row is a success where its reward reaches `success_reward_threshold`; a row without a reward never is. Its
-    demonstration is the first success of its group, itself left out with `dont_reprompt_on_self_success`. Feedback is
-    given to rows that are no success. `rows` must hold whole groups, in any order.
+    demonstration is a success of its group, itself left out with `dont_reprompt_on_self_success`; where there is none,
+    an earlier success of the same prompt; else the solution of the dataset. `demonstration_selection` says which of
+    several; `seed` and the row's index decide what "random" means. Feedback is given to rows that are no success.
+    `rows` must hold whole groups, in any order.
     """
-    demonstrations: dict[int, list[tuple[int, str]]] = {}
-    if settings.use_successful_as_teacher:
-        for index, row in enumerate(rows):
-            text = _demonstration_text(row, settings) if is_success(row, settings) else ""
-            if text:
-                demonstrations.setdefault(row.rollout.group, []).append((index, text))
-    return [_context(i, row, demonstrations.get(row.rollout.group, []), settings) for i, row in enumerate(rows)]
+    siblings = _by_group(rows, settings) if settings.use_successful_as_teacher else {}
+    contexts = []
+    for index, row in enumerate(rows):
+        others = [
+            demonstration
+            for demonstration in siblings.get(row.rollout.group, [])
+            if demonstration.row != index or not settings.dont_reprompt_on_self_success
+        ]
+        shown = _chosen(others, settings, seed=(seed, index))
+        source: DemonstrationSource = "sibling"
+        if shown is None and earlier is not None:
+            shown, source = _chosen(earlier.of(row.rollout.prompt), settings, seed=(seed, index)), "earlier"
+        given = row.solution if settings.demonstration_column is not None else None
+        if shown is None and (text := _shown_text(given or "", settings)):
+            shown, source = Demonstration(text, reward=0.0, num_tokens=0, row=None), "column"
+        contexts.append(_context(row, shown, source, settings))
+    return contexts
 
 
 def is_success(row: ScoredRollout, settings: RepromptSettings) -> bool:
@@ -54,31 +111,66 @@ def remove_thinking(text: str) -> str:
     return text.partition("<think>")[0].strip()
 
 
-def _demonstration_text(row: ScoredRollout, settings: RepromptSettings) -> str:
-    """What of a successful completion is shown; empty where nothing but blanks is left."""
-    text = row.rollout.text
+def _by_group(rows: Sequence[ScoredRollout], settings: RepromptSettings) -> dict[int, list[Demonstration]]:
+    """The successes that have something to show, by group, in the rows' order."""
+    found: dict[int, list[Demonstration]] = {}
+    for index, row in enumerate(rows):
+        if row.reward is not None and is_success(row, settings) and (text := _shown_text(row.rollout.text, settings)):
+            demonstration = Demonstration(text, row.reward, len(row.rollout.completion.ids), index)
+            found.setdefault(row.rollout.group, []).append(demonstration)
+    return found
+
+
+def _shown_text(text: str, settings: RepromptSettings) -> str:
+    """What of a solution is shown; empty where nothing but blanks is left."""
     if settings.remove_thinking_from_demonstration:
         text = remove_thinking(text)
     return text if text.strip() else ""
 
 
+def _chosen(
+    found: Sequence[Demonstration], settings: RepromptSettings, *, seed: tuple[int, int]
+) -> Demonstration | None:
+    """One of the successes; the first among equals. None of none."""
+    if not found:
+        return None
+    match settings.demonstration_selection:
+        case "first":
+            return found[0]
+        case "random":
+            return random.Random(f"{seed}").choice(found)
+        case "shortest":
+            return min(found, key=lambda demonstration: demonstration.num_tokens)
+        case "best":
+            return max(found, key=lambda demonstration: demonstration.reward)
+
+
 def _context(
-    index: int, row: ScoredRollout, demonstrations: Sequence[tuple[int, str]], settings: RepromptSettings
+    row: ScoredRollout, shown: Demonstration | None, source: DemonstrationSource, settings: RepromptSettings
 ) -> TeacherContext:
-    """Context of one row, given (index, text) of the demonstrations its group offers."""
-    others = (d for d in demonstrations if d[0] != index or not settings.dont_reprompt_on_self_success)
-    demonstration, text = next(others, (None, ""))
+    """Context of one row that is shown this demonstration."""
     is_told = (
         settings.include_environment_feedback
         and not is_success(row, settings)  # a success must not be told that it failed, whatever the source says
-        and not (settings.environment_feedback_only_without_solution and demonstration is not None)
+        and not (settings.environment_feedback_only_without_solution and shown is not None)
     )
     feedback = row.feedback if is_told and _has_feedback(row) else None
-    return TeacherContext(demonstration=demonstration, demonstration_text=text, feedback=feedback or "")
+    return TeacherContext(
+        demonstration=shown.row if shown else None,
+        demonstration_text=shown.text if shown else "",
+        feedback=feedback or "",
+        source=source if shown else None,
+        question=row.question,
+    )
 
 
 def _has_feedback(row: ScoredRollout) -> bool:
     return row.feedback is not None and bool(row.feedback.strip())
+
+
+def _key(prompt: Prompt) -> str:
+    """A short name for a prompt, the same in every process."""
+    return hashlib.sha256(json.dumps(prompt, sort_keys=True, default=str).encode()).hexdigest()[:32]
 
 
 # --- the prompt ------------------------------------------------------------------------------------------------------
@@ -88,23 +180,45 @@ def teacher_prompt(prompt: Prompt, context: TeacherContext, settings: RepromptSe
     """The prompt the teacher answers: a copy of the student's, its question wrapped in `reprompt_template`.
 
     Of messages only the last user turn changes; turns before it and after it stay. Content that is a list of parts
-    stays one: the template's text before and after the question becomes a part each. Without any context the copy is
-    the student's prompt itself.
+    stays one: the template's text before and after the question becomes a part each. Where the context has a question
+    of its own, that is what is wrapped. Without demonstration and feedback nothing is.
 
     Raises:
-        ValueError: messages without a user turn, or a template that `parse_template` refuses.
+        ValueError: messages without a user turn, a question that does not fit the prompt, or a template that
+            `parse_template` refuses.
     """
+    if context.question is not None:
+        prompt = with_question(prompt, context.question)
     if isinstance(prompt, str):
-        if not context.is_informative:
+        if not context.has_texts:
             return prompt
         before, after = _around_question(context, settings)
         return before + prompt + after
     messages: list[Message] = copy_containers(prompt)
-    if context.is_informative:
+    if context.has_texts:
         before, after = _around_question(context, settings)
         turn = messages[_last_user_turn(messages)]
         turn["content"] = _wrap(turn["content"], before, after)
     return messages
+
+
+def with_question(prompt: Prompt, question: Prompt) -> Prompt:
+    """The prompt with another question: in place of its last user turn, or of all of it where it is a string.
+
+    A string takes the place of the turn's content, messages that of the turn.
+
+    Raises:
+        ValueError: messages for a prompt that is a string, messages without a user turn, or a prompt without one.
+    """
+    if isinstance(prompt, str):
+        if not isinstance(question, str):
+            raise ValueError(f"teacher_prompt must be a string where the prompt is one, got {question!r}")
+        return question
+    messages: list[Message] = copy_containers(prompt)
+    at = _last_user_turn(messages)
+    turns = [{**messages[at], "content": question}] if isinstance(question, str) else copy_containers(question)
+    _last_user_turn(turns)
+    return [*messages[:at], *turns, *messages[at + 1 :]]
 
 
 def copy_containers(value: Any) -> Any:
@@ -137,7 +251,8 @@ def _last_user_turn(messages: Sequence[Message]) -> int:
     for index in reversed(range(len(messages))):
         if messages[index]["role"] == "user":
             return index
-    raise ValueError(f"the prompt has no user turn to show the context in; its roles: {[m['role'] for m in messages]}")
+    roles = [message["role"] for message in messages]
+    raise ValueError(f"the teacher's prompt has no user turn to show the context in; its roles: {roles}")
 
 
 def _wrap(content: Any, before: str, after: str) -> Any:
@@ -173,13 +288,17 @@ def fit_teacher_prompt(
     """Teacher's prompt of at most `max_reprompt_len` tokens, the context it shows, and whether that was shortened.
 
     Only the demonstration and the feedback give way, in proportion, each from its middle: the most characters that
-    fit are kept. Where none fits, the row is left with its own prompt, whatever its length, and without context.
+    fit are kept. Where none fits, the teacher's own question is left, and where that does not fit, or there is none,
+    the row's own prompt, whatever its length, without context.
     `count_tokens` is called once where everything fits, and not at all for a row without context.
     """
     full = teacher_prompt(prompt, context, settings)
     if not context.is_informative or count_tokens(full) <= settings.max_reprompt_len:
         return full, context, False
-    best = teacher_prompt(prompt, TeacherContext(), settings), TeacherContext(), True
+    bare = TeacherContext(question=context.question)
+    best = teacher_prompt(prompt, bare, settings), bare, True
+    if context.question is not None and count_tokens(best[0]) > settings.max_reprompt_len:
+        return teacher_prompt(prompt, TeacherContext(), settings), TeacherContext(), True
     low, high = 0, len(context.demonstration_text) + len(context.feedback) - 1
     while low < high:
         kept = (low + high + 1) // 2
@@ -201,6 +320,8 @@ def _shorten(context: TeacherContext, kept: int) -> TeacherContext:
         demonstration=context.demonstration if demonstration_text else None,
         demonstration_text=demonstration_text,
         feedback=_cut_middle(context.feedback, kept - num_kept),
+        source=context.source if demonstration_text else None,
+        question=context.question,
     )
 
 
@@ -223,8 +344,10 @@ def context_metrics(
     """(numerator, denominator) by metric name: groups over groups, rows over rows.
 
     success_group_fraction: groups with a success. lone_success_fraction: groups with exactly one.
-    success_sample_fraction: rows shown a demonstration. feedback_available_fraction: rows that have feedback text.
-    feedback_used_fraction: rows shown it. reprompt_sample_fraction: rows shown either.
+    success_sample_fraction: rows shown a success, of a sibling or an earlier one. earlier_success_fraction: of these
+    the earlier ones. solution_column_fraction: rows shown the
+    dataset's solution. feedback_available_fraction: rows that have feedback text. feedback_used_fraction: rows shown
+    it. reprompt_sample_fraction: rows whose teacher is shown anything.
     """
     successes: dict[int, int] = {}
     for row in rows:
@@ -235,7 +358,9 @@ def context_metrics(
         "lone_success_fraction": sum(count == 1 for count in successes.values()),
     }
     of_rows = {
-        "success_sample_fraction": sum(context.demonstration is not None for context in contexts),
+        "success_sample_fraction": sum(context.source in ("sibling", "earlier") for context in contexts),
+        "earlier_success_fraction": sum(context.source == "earlier" for context in contexts),
+        "solution_column_fraction": sum(context.source == "column" for context in contexts),
         "feedback_available_fraction": sum(_has_feedback(row) for row in rows),
         "feedback_used_fraction": sum(bool(context.feedback) for context in contexts),
         "reprompt_sample_fraction": sum(context.is_informative for context in contexts),

@@ -128,6 +128,7 @@ def compare_teacher(trainer: SDPOTrainer, *, dataset: Any = None, num_prompts: i
             shown = replace(
                 settings,
                 use_successful_as_teacher=flags[0],
+                demonstration_column=settings.demonstration_column if flags[0] else None,
                 include_environment_feedback=flags[1],
                 environment_feedback_only_without_solution=False,
             )

@@ -14,35 +14,26 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel, TrainerCallback, set_seed
 from transformers.trainer_utils import EvalLoopOutput
 
-from sdpo import distributed, forward, loading, tokenization
+from sdpo import distributed, forward, loading, sources, tokenization
+from sdpo.blocks import BlockTrainer
 from sdpo.callbacks import Diagnostics, KeepGenerationConfig, TeacherUpdate, call_hooks
 from sdpo.checkpoint import CheckpointedTrainer
 from sdpo.collate import collate, count_trained
 from sdpo.config import SDPOConfig
-from sdpo.data import (
-    BlockLoader,
-    BlockShape,
-    Example,
-    LoaderSettings,
-    block_loader,
-    check_dataset,
-    columns_to_keep,
-    named_datasets,
-    rows_of_step,
-)
+from sdpo.data import Example, rows_of_step
 from sdpo.generation import Generator, build_generator
 from sdpo.heads import find_head
 from sdpo.losses.objective import blend, objective
 from sdpo.losses.policy import group_advantages
 from sdpo.metrics import Metrics, StageClock, count_distilled, merge, observe_rewards, observe_rows
-from sdpo.reprompt import build_teacher_contexts, context_metrics, fit_teacher_prompt
+from sdpo.reprompt import EarlierSuccesses, build_teacher_contexts, context_metrics, fit_teacher_prompt
 from sdpo.rewards import RewardScorer
 from sdpo.served_teacher import Scorer, attach_served
 from sdpo.teacher import PolicyCopy, Teacher, build_teacher
 from sdpo.types import Block, Phase, Prompt, Rollout, Row, ScoredRollout, TeacherContext, TrainingBatch
 
 
-class SDPOTrainer(CheckpointedTrainer):
+class SDPOTrainer(BlockTrainer, CheckpointedTrainer):
     """Trains a language model by self-distillation (SDPO, arXiv 2601.20802), a policy gradient blended in at will.
 
     Args:
@@ -81,14 +72,13 @@ class SDPOTrainer(CheckpointedTrainer):
     ):
         args = SDPOConfig() if args is None else args
         loading.check_launch(args)
-        loading.check_rewards(reward_funcs, args)
+        prompts_by_dataset = sources.check_data(train_dataset, eval_dataset, reward_funcs, args)
         set_seed(args.seed)  # an adapter's first weights are random
         model = loading.load_policy(model, args, peft_config=peft_config)
         if processing_class is None:
             processing_class = loading.load_processing_class(model, args)
         self.tokenizer = self._prompt_tokenizer(model, processing_class, args)
-        for name, dataset in named_datasets(train_dataset, eval_dataset):
-            prompts = check_dataset(dataset, name=name, num_workers=args.dataloader_num_workers)
+        for prompts in prompts_by_dataset:
             self.tokenizer.check_prompts(prompts)
         super().__init__(
             model=model,
@@ -111,6 +101,7 @@ class SDPOTrainer(CheckpointedTrainer):
             model_init_kwargs=loading.as_dict(args.model_init_kwargs),
             trust_remote_code=args.trust_remote_code,
             device=self.accelerator.device,
+            demonstration_column=args.demonstration_column,
         )
         self._build_stages()
 
@@ -130,7 +121,7 @@ class SDPOTrainer(CheckpointedTrainer):
         """What a step goes through, made from the settings and the model."""
         args = self.args
         self.reprompt = loading.reprompt_settings(self.model, args)
-        self.columns = columns_to_keep(self.scorer.functions, remove_unused=args.remove_unused_columns)
+        self.columns = sources.columns_of_run(self.scorer.functions, args)
         self.generator: Generator = build_generator(
             lambda: self.model_wrapped,
             accelerator=self.accelerator,
@@ -149,6 +140,7 @@ class SDPOTrainer(CheckpointedTrainer):
             kept = self.teacher.initial if self.teacher is not None and args.teacher_dtype is None else None
             self.reference = PolicyCopy(self.model) if kept is None else kept
         self.block: Block | None = None
+        self.earlier = EarlierSuccesses(args.demonstration_buffer_size)
         self.metrics: dict[Phase, Metrics] = {"train": Metrics(), "eval": Metrics()}
         self.clock = StageClock()
         self.add_callback(KeepGenerationConfig(self.model))
@@ -158,50 +150,6 @@ class SDPOTrainer(CheckpointedTrainer):
             threshold=args.success_reward_threshold,
         )
         self.model.add_model_tags(list(self._tag_names))
-
-    # --- data -------------------------------------------------------------------------------------
-
-    def get_train_dataloader(self) -> BlockLoader:
-        if self.train_dataset is None:
-            raise ValueError("train() needs a train_dataset; pass one to SDPOTrainer.")
-        num_prompts = self.args.generation_batch_size // self.args.num_generations
-        return self._loader(self.train_dataset, num_prompts, "train")
-
-    def get_eval_dataloader(self, eval_dataset: Any = None) -> BlockLoader:
-        if isinstance(eval_dataset, str):
-            eval_dataset = self.eval_dataset[eval_dataset]
-        dataset = self.eval_dataset if eval_dataset is None else eval_dataset
-        if dataset is None:
-            raise ValueError("evaluate() needs an eval_dataset; pass one to SDPOTrainer or to evaluate().")
-        # A block holds whole groups: one at least, and no more rows than the evaluation batch where those fit.
-        num_prompts = max(1, self.args.eval_batch_size * self.args.world_size // self._num_generations("eval"))
-        return self._loader(dataset, num_prompts, "eval")
-
-    get_test_dataloader = get_eval_dataloader
-
-    def _loader(self, dataset: Any, prompts_per_block: int, phase: Phase) -> BlockLoader:
-        args, is_training = self.args, phase == "train"
-        return block_loader(
-            dataset,
-            BlockShape(
-                prompts_per_block,
-                num_generations=self._num_generations(phase),
-                num_uses=args.steps_per_generation * args.num_iterations if is_training else 1,
-                rank=args.process_index,
-                world_size=args.world_size,
-            ),
-            LoaderSettings.of(args),
-            columns=self.columns,
-            shuffle=is_training and args.shuffle_dataset,
-            seed=args.seed if args.data_seed is None else args.data_seed,
-            is_training=is_training,
-            drop_last=args.dataloader_drop_last,
-        )
-
-    def _num_generations(self, phase: Phase) -> int:
-        if phase == "eval" and self.args.num_generations_eval is not None:
-            return self.args.num_generations_eval
-        return self.args.num_generations
 
     # --- the step ---------------------------------------------------------------------------------
 
@@ -252,7 +200,7 @@ class SDPOTrainer(CheckpointedTrainer):
         self.generator.sync(self.state.global_step)
         completions = self.generator.generate([ids for ids, _ in encoded])
         texts = self.tokenizer.decode_batch([completion.ids for completion in completions])
-        start, num_generations = distributed.first_row(len(examples), self.accelerator), self._num_generations(phase)
+        start, num_generations = distributed.first_row(len(examples), self.accelerator), self.num_generations(phase)
         return [
             Rollout((start + i) // num_generations, prompts[i], ids, completions[i], texts[i], was_cut)
             for i, (ids, was_cut) in enumerate(encoded)
@@ -261,10 +209,12 @@ class SDPOTrainer(CheckpointedTrainer):
     def _add_contexts(self, scored: list[ScoredRollout], phase: Phase) -> list[Row]:
         """Advantages and teacher prompts of this rank's rows, made from whole groups over all ranks."""
         world, start = distributed.gather_rows(scored, self.accelerator)
-        rewards = torch.tensor([float("nan") if row.reward is None else row.reward for row in world])
+        rewards = torch.tensor([math.nan if row.reward is None else row.reward for row in world])
         groups = torch.tensor([row.rollout.group for row in world])
         advantages = group_advantages(rewards, groups, scale=self.args.scale_rewards).tolist()
-        contexts = build_teacher_contexts(world, self.reprompt)
+        earlier = self.earlier if phase == "train" else EarlierSuccesses(0)
+        contexts = build_teacher_contexts(world, self.reprompt, earlier=earlier, seed=self.state.global_step)
+        earlier.add(world, self.reprompt)
         ids_of = self.tokenizer.remembering()
         rows = [self._row(row, contexts[start + i], advantages[start + i], ids_of) for i, row in enumerate(scored)]
         self._observe(world, rows, phase)

@@ -23,6 +23,8 @@ DistillationMode = Literal["sampled_token", "full_logits", "topk_logits"]
 SamplerCorrection = Literal["token_truncate", "token_mask", "sequence_truncate", "sequence_mask"]
 TeacherKind = Literal["ema", "live", "base", "trust_region"]
 ScaleRewards = Literal["group", "batch", "none"]
+DemonstrationSelection = Literal["first", "random", "shortest", "best"]
+DemonstrationSource = Literal["sibling", "earlier", "column"]
 
 
 class Score(NamedTuple):
@@ -76,6 +78,9 @@ class RepromptSettings:
     """How the teacher's prompt is made. Field names are those of `SDPOConfig`."""
 
     use_successful_as_teacher: bool
+    demonstration_selection: DemonstrationSelection
+    demonstration_buffer_size: int
+    demonstration_column: str | None
     success_reward_threshold: float
     dont_reprompt_on_self_success: bool
     max_reprompt_len: int
@@ -167,34 +172,49 @@ class ScoredRollout:
 
     `rewards`: by function name, None where a function gave none. `reward`: their weighted sum over the functions that
     gave one; None where none did (such a row is in no baseline and is never a success). `feedback`: text about this
-    attempt, from the reward functions or else from the `privileged_context` column.
+    attempt, from the reward functions or else from the `privileged_context` column. `solution`: that of the dataset,
+    from `demonstration_column`. `question`: what the teacher is asked in place of the last user turn, from the column
+    `teacher_prompt`.
     """
 
     rollout: Rollout
     rewards: Mapping[str, float | None]
     reward: float | None
     feedback: str | None
+    solution: str | None = None
+    question: Prompt | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class TeacherContext:
     """What the teacher of one row is shown besides the question.
 
-    `demonstration`: index of the sibling among the block's rows, None where there is none. An uninformative row keeps
-    its own prompt as the teacher's prompt, so that shapes never depend on luck.
+    `source`: whose the demonstration is, a sibling's, an earlier success of the same prompt or the dataset's; None
+    where there is none. `demonstration`: index of the sibling among the block's rows. `question`: the teacher's own
+    form of the question, None for the student's. An uninformative row keeps its own prompt as the teacher's prompt, so
+    that shapes never depend on luck.
     """
 
     demonstration: int | None = None
     demonstration_text: str = ""
     feedback: str = ""
+    source: DemonstrationSource | None = None
+    question: Prompt | None = None
+
+    @property
+    def has_texts(self) -> bool:
+        """Whether there is something to fill the templates with."""
+        return bool(self.demonstration_text or self.feedback)
 
     @property
     def is_informative(self) -> bool:
-        return bool(self.demonstration_text or self.feedback)
+        return self.has_texts or self.question is not None
 
     def without_texts(self) -> TeacherContext:
-        """The same context with one character of each text, enough to say that there is one."""
-        return replace(self, demonstration_text=self.demonstration_text[:1], feedback=self.feedback[:1])
+        """The same context with at most one character of each text, enough to say that there is one."""
+        question = None if self.question is None else ""
+        shown, feedback = self.demonstration_text[:1], self.feedback[:1]
+        return replace(self, demonstration_text=shown, feedback=feedback, question=question)
 
 
 @dataclass(frozen=True, slots=True)

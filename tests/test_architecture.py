@@ -31,8 +31,8 @@ LAYERS = (
         "loading",
         "served_teacher",
     },
-    {"callbacks"},
-    {"checkpoint"},
+    {"callbacks", "sources"},
+    {"blocks", "checkpoint"},
     {"trainer"},
     {"teacher_check"},
 )

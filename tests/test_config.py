@@ -62,6 +62,9 @@ DEFAULTS = {
     "teacher_sync_steps": 1,
     "teacher_dtype": None,
     "use_successful_as_teacher": True,
+    "demonstration_selection": "first",
+    "demonstration_buffer_size": 0,
+    "demonstration_column": None,
     "success_reward_threshold": 1.0,
     "dont_reprompt_on_self_success": True,
     "max_reprompt_len": 10240,
@@ -230,6 +233,7 @@ BELOW_OR_ABOVE = {
     "teacher_sync_steps": [0],
     "success_reward_threshold": [],
     "max_reprompt_len": [0],
+    "demonstration_buffer_size": [-1],
     "diagnostics_warning_interval": [-1],
     "diagnostics_flat_tolerance": [-1e-9],
     "max_prompt_length": [0],
@@ -361,23 +365,17 @@ def test_a_group_of_one_has_no_baseline(weight) -> None:
             include_environment_feedback=True)  # fmt: skip
 
 
-def test_a_group_of_one_needs_feedback_or_its_own_success_to_learn_from() -> None:
-    refused("num_generations=1 leaves the teacher nothing", num_generations=1)
-    SDPOConfig(num_generations=1, include_environment_feedback=True)
-    SDPOConfig(num_generations=1, dont_reprompt_on_self_success=False)
-
-
 def test_one_completion_a_prompt_is_fine_in_evaluation() -> None:
     assert SDPOConfig(num_generations_eval=1, distillation_weight=0.5, eval_strategy="steps").num_generations_eval == 1
 
 
-def test_a_teacher_that_is_shown_nothing_is_warned_of() -> None:
-    with pytest.warns(UserWarning, match="no row is distilled"):
-        SDPOConfig(use_successful_as_teacher=False)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        SDPOConfig(use_successful_as_teacher=False, distillation_weight=0.0)
-        SDPOConfig(use_successful_as_teacher=False, include_environment_feedback=True)
+def test_a_choice_among_successes_needs_successes() -> None:
+    shown = {"use_successful_as_teacher": False, "demonstration_column": "worked"}
+    refused("demonstration_selection='best' cannot take effect", **shown, demonstration_selection="best")
+    refused("demonstration_buffer_size=3 cannot take effect", **shown, demonstration_buffer_size=3)
+    refused("`demonstration_selection` must be one of", demonstration_selection="longest")
+    refused("`demonstration_buffer_size` must be", demonstration_buffer_size=-1)
+    SDPOConfig(**shown)
 
 
 def test_feedback_only_without_solution_needs_feedback() -> None:
@@ -641,6 +639,8 @@ def test_a_template_shows_what_is_switched_on() -> None:
     refused("use_successful_as_teacher=True cannot take effect", reprompt_template="{prompt}{feedback}")
     refused("include_environment_feedback=True cannot take effect", reprompt_template="{prompt}{solution}",
             include_environment_feedback=True)  # fmt: skip
+    refused("demonstration_column='worked' cannot take effect", reprompt_template="{prompt}",
+            use_successful_as_teacher=False, demonstration_column="worked")  # fmt: skip
     SDPOConfig(reprompt_template="{prompt}{solution}")
     SDPOConfig(reprompt_template="{prompt}", distillation_weight=0.0)
 

@@ -99,7 +99,9 @@ def test_several_workers_and_a_stream_are_refused() -> None:
         check_dataset(stream, name="train_dataset", num_workers=2)
     with pytest.raises(ValueError, match="dataloader_num_workers=2"):
         loader_of(stream, shape_of(1), LoaderSettings(num_workers=2))
-    assert check_dataset(Dataset.from_dict({"prompt": PROMPTS}), name="train_dataset", num_workers=2) == PROMPTS
+    assert check_dataset(Dataset.from_dict({"prompt": PROMPTS}), name="train_dataset", num_workers=2) == [
+        {"prompt": prompt} for prompt in PROMPTS
+    ]
 
 
 def test_how_rows_are_read_ahead_comes_from_the_arguments() -> None:
@@ -144,4 +146,13 @@ def test_a_dataset_that_is_several_or_can_be_read_once_is_refused() -> None:
 def test_a_transform_may_make_the_prompt() -> None:
     dataset = Dataset.from_dict({"question": ["a", "b"]})
     dataset = dataset.with_transform(lambda batch: {"prompt": [f"ask {q}" for q in batch["question"]]})
-    assert check_dataset(dataset, name="train_dataset") == ["ask a", "ask b"]
+    assert check_dataset(dataset, name="train_dataset") == [{"prompt": "ask a"}, {"prompt": "ask b"}]
+
+
+def test_the_column_of_demonstrations_has_to_be_there() -> None:
+    rows = [{"prompt": "w1", "worked": "w2"}]
+    assert check_dataset(rows, name="train_dataset", demonstration_column="worked") == [{"prompt": "w1"}]
+    with pytest.raises(
+        ValueError, match=r"demonstration_column='solution' is no column of train_dataset; found: \['pro"
+    ):
+        check_dataset(rows, name="train_dataset", demonstration_column="solution")

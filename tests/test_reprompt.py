@@ -7,17 +7,22 @@ import pytest
 
 from sdpo.reprompt import (
     CUT_MARKER,
+    EarlierSuccesses,
     build_teacher_contexts,
     content_text,
     context_metrics,
     fit_teacher_prompt,
     remove_thinking,
     teacher_prompt,
+    with_question,
 )
 from sdpo.types import Completion, RepromptSettings, Rollout, ScoredRollout, TeacherContext
 
 SETTINGS = RepromptSettings(
     use_successful_as_teacher=True,
+    demonstration_selection="first",
+    demonstration_buffer_size=0,
+    demonstration_column="worked",
     success_reward_threshold=1.0,
     dont_reprompt_on_self_success=True,
     max_reprompt_len=10240,
@@ -30,9 +35,9 @@ SETTINGS = RepromptSettings(
 )
 
 
-def row(reward, *, text="answer", feedback=None, group=0, prompt="Q"):
-    rollout = Rollout(group, prompt, [1], Completion([2], is_truncated=False), text)
-    return ScoredRollout(rollout, {"f": reward}, reward, feedback)
+def row(reward, *, text="answer", feedback=None, group=0, prompt="Q", num_tokens=1, solution=None, question=None):
+    rollout = Rollout(group, prompt, [1], Completion([2] * num_tokens, is_truncated=False), text)
+    return ScoredRollout(rollout, {"f": reward}, reward, feedback, solution, question)
 
 
 def contexts(*rewards, settings=SETTINGS, **kwargs):
@@ -123,6 +128,109 @@ def test_thinking_is_removed_only_on_request_and_a_success_left_empty_is_passed_
     result = build_teacher_contexts(rows, replace(SETTINGS, remove_thinking_from_demonstration=True))
     assert (result[2].demonstration, result[2].demonstration_text) == (1, "4")
     assert result[1].demonstration is None
+
+
+@pytest.mark.parametrize(("how", "shown"), [("first", "a"), ("shortest", "b"), ("best", "c")])
+def test_which_of_several_successes_is_shown(how, shown):
+    rows = [row(1, text="a", num_tokens=3), row(1, text="b", num_tokens=2), row(2, text="c", num_tokens=4), row(0)]
+    result = build_teacher_contexts(rows, replace(SETTINGS, demonstration_selection=how))
+    assert result[3].demonstration_text == shown
+    assert result["abc".index(shown)].demonstration_text != shown, "not its own"
+
+
+def test_a_random_success_is_any_of_them_and_the_same_for_one_seed():
+    rows = [row(1, text="a"), row(1, text="b"), row(1, text="c"), row(0)]
+    settings = replace(SETTINGS, demonstration_selection="random")
+    shown = [build_teacher_contexts(rows, settings, seed=seed)[3].demonstration for seed in range(300)]
+    # 100 each are expected; 60 are 4.9 standard deviations below: sqrt(300 * 1/3 * 2/3) = 8.2
+    assert all(shown.count(i) > 60 for i in range(3))
+    assert shown[:9] == [build_teacher_contexts(rows, settings, seed=seed)[3].demonstration for seed in range(9)]
+
+
+def test_a_solution_of_the_dataset_is_shown_where_no_sibling_succeeded():
+    rows = [
+        row(1, text="mine", solution="gold"),
+        row(0, solution="gold"),
+        row(0, group=1),
+        row(0, group=2, solution=" "),
+    ]
+    result = build_teacher_contexts(rows, SETTINGS)
+    assert [(c.source, c.demonstration, c.demonstration_text) for c in result] == [
+        ("column", None, "gold"),
+        ("sibling", 0, "mine"),
+        (None, None, ""),
+        (None, None, ""),
+    ]
+    assert build_teacher_contexts(rows, replace(SETTINGS, demonstration_column=None))[0].source is None
+    alone = build_teacher_contexts(rows, replace(SETTINGS, use_successful_as_teacher=False))
+    assert [c.source for c in alone] == ["column", "column", None, None]
+
+
+def test_a_solution_of_the_dataset_counts_as_one_for_the_feedback():
+    settings = replace(SETTINGS, environment_feedback_only_without_solution=True)
+    rows = [row(0, feedback="x", solution="gold"), row(0, feedback="y")]
+    assert [c.feedback for c in build_teacher_contexts(rows, settings)] == ["", "y"]
+
+
+def test_an_earlier_success_of_the_same_prompt_is_shown_before_the_solution_of_the_dataset():
+    earlier = EarlierSuccesses(2)
+    settings = replace(SETTINGS, demonstration_buffer_size=2)
+    earlier.add([row(1, text=text, prompt="Q") for text in "abc"] + [row(0, prompt="R", group=1)], settings)
+    rows = [row(0, prompt="Q", solution="gold"), row(0, prompt="R", group=1, solution="gold")]
+    result = build_teacher_contexts(rows, settings, earlier=earlier)
+    # of a, b, c the latest two are kept, and the first of these is shown
+    assert [(c.source, c.demonstration, c.demonstration_text) for c in result] == [
+        ("earlier", None, "b"),
+        ("column", None, "gold"),
+    ]
+    again = EarlierSuccesses(2)
+    again.load_state_dict(earlier.state_dict())
+    assert again.by_prompt == earlier.by_prompt and again.of("Q")
+
+
+def test_nothing_is_kept_without_a_buffer():
+    earlier = EarlierSuccesses(0)
+    earlier.add([row(1)], SETTINGS)
+    assert earlier.by_prompt == {}
+
+
+def test_a_question_for_the_teacher_makes_a_row_informative():
+    rows = [row(0, question="Q, and the answer is 4"), row(0)]
+    result = build_teacher_contexts(rows, SETTINGS)
+    assert [c.is_informative for c in result] == [True, False]
+    assert teacher_prompt("Q", result[0], SETTINGS) == "Q, and the answer is 4", "nothing fills the templates"
+
+
+def test_a_question_for_the_teacher_is_what_the_template_wraps():
+    context = TeacherContext(demonstration_text="4", source="column", question="Q (hint)")
+    messages = [{"role": "system", "content": "S"}, {"role": "user", "content": "Q"}]
+    expected = [messages[0], {"role": "user", "content": "Q (hint)\nSolution: 4\nSolve it."}]
+    assert teacher_prompt(messages, context, SETTINGS) == expected
+    assert messages[1]["content"] == "Q"
+
+
+def test_messages_for_the_teacher_take_the_place_of_the_last_user_turn():
+    prompt = [
+        {"role": "user", "content": "a"},
+        {"role": "user", "content": "Q"},
+        {"role": "assistant", "content": "<"},
+    ]
+    turns = [{"role": "system", "content": "S"}, {"role": "user", "content": "T"}]
+    assert with_question(prompt, turns) == [prompt[0], *turns, prompt[2]]
+    with pytest.raises(ValueError, match="no user turn"):
+        with_question(prompt, turns[:1])
+    with pytest.raises(
+        ValueError, match=r"teacher_prompt must be a string where the prompt is one, got \[\{'role': 'sys"
+    ):
+        with_question("Q", turns)
+
+
+def test_a_question_for_the_teacher_is_kept_before_texts_and_given_up_where_it_does_not_fit():
+    context = TeacherContext(demonstration_text="4" * 50, source="column", question="QQQQ")
+    fitted = fit_teacher_prompt("Q", context, replace(SETTINGS, max_reprompt_len=10), count_tokens=words)
+    assert fitted == ("QQQQ", TeacherContext(question="QQQQ"), True)
+    given_up = fit_teacher_prompt("Q", context, replace(SETTINGS, max_reprompt_len=3), count_tokens=words)
+    assert given_up == ("Q", TeacherContext(), True)
 
 
 def test_a_blank_success_is_passed_over():
@@ -314,6 +422,8 @@ def test_context_metrics_count_groups_and_rows():
         "self_distillation/success_group_fraction": (2, 3),
         "self_distillation/lone_success_fraction": (1, 3),
         "self_distillation/success_sample_fraction": (5, 9),
+        "self_distillation/earlier_success_fraction": (0, 9),
+        "self_distillation/solution_column_fraction": (0, 9),
         "self_distillation/feedback_available_fraction": (2, 9),
         "self_distillation/feedback_used_fraction": (2, 9),
         "self_distillation/reprompt_sample_fraction": (6, 9),

@@ -150,6 +150,9 @@ def test_prompts_are_not_changed():
 
 REPROMPT = RepromptSettings(
     use_successful_as_teacher=True,
+    demonstration_selection="first",
+    demonstration_buffer_size=0,
+    demonstration_column=None,
     success_reward_threshold=1.0,
     dont_reprompt_on_self_success=True,
     max_reprompt_len=10240,

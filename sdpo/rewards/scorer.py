@@ -21,6 +21,7 @@ from sdpo.reprompt import content_text, copy_containers
 from sdpo.types import Message, Prompt, Rollout, Score, ScoredRollout
 
 FEEDBACK_COLUMN = "privileged_context"
+QUESTION_COLUMN = "teacher_prompt"
 _NOT_COLUMNS = {"prompt", "completion", "completion_ids"}
 _RESERVED = ("prompts", "completions", "trainer_state")
 _ALLOWED = "a number, None, Score(reward, feedback) or a dict with 'reward' or 'score' and 'feedback'"
@@ -35,6 +36,7 @@ class RewardScorer:
     trainer_state)`, of sequence-classification models, or of ids or paths of such models. None or an empty list: no
     completion has a reward. `reward_weights`: one a function, None for 1.0 each. `reward_processing_classes`: one a
     function, None where it is loaded with the model; entries beside plain functions are not used.
+    `demonstration_column`: the dataset's column of solutions, None for none.
 
     Raises:
         TypeError: a reward function that cannot be called.
@@ -51,8 +53,10 @@ class RewardScorer:
         model_init_kwargs: Mapping[str, Any] | None,
         trust_remote_code: bool,
         device: torch.device | str,
+        demonstration_column: str | None = None,
     ) -> None:
         given = _as_list(reward_funcs)
+        self.demonstration_column = demonstration_column
         self.names = _unique([_name_of(function, index) for index, function in enumerate(given)])
         weights = [1.0] * len(given) if reward_weights is None else list(reward_weights)
         self._check_count("reward_weights", weights)
@@ -96,12 +100,15 @@ class RewardScorer:
             for i, example in enumerate(examples)
         ]
         return [
-            self._scored(rollout, [scores[i] for scores in by_function], fallback[i])
+            self._scored(rollout, [scores[i] for scores in by_function], fallback[i], examples[i])
             for i, rollout in enumerate(rollouts)
         ]
 
-    def _scored(self, rollout: Rollout, scores: Sequence[Score], fallback: str | None) -> ScoredRollout:
-        """Weighted sum and joined feedback of one rollout."""
+    def _scored(
+        self, rollout: Rollout, scores: Sequence[Score], fallback: str | None, example: Mapping[str, Any]
+    ) -> ScoredRollout:
+        """Weighted sum and joined feedback of one rollout, and what its example has for the teacher."""
+        column = self.demonstration_column
         weighed = [w * s.reward for w, s in zip(self.weights, scores, strict=True) if s.reward is not None]
         texts = [score.feedback for score in scores if score.feedback is not None and score.feedback.strip()]
         return ScoredRollout(
@@ -109,6 +116,8 @@ class RewardScorer:
             rewards={name: score.reward for name, score in zip(self.names, scores, strict=True)},
             reward=sum(weighed) if weighed else None,
             feedback="\n".join(texts) if texts else fallback,
+            solution=None if column is None else _format_feedback(example.get(column), column, is_named=True),
+            question=copy_containers(example.get(QUESTION_COLUMN) or None),
         )
 
     def _call_all(
