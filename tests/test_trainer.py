@@ -657,3 +657,50 @@ def test_in_mixed_precision_teacher_and_reference_compute_as_the_student_does(ma
         layer.register_forward_hook(note)
     trainer.train()
     assert dtypes and all(found == {torch.bfloat16} for found in dtypes.values()), dtypes
+
+
+def test_a_compiled_model_trains_as_an_eager_one_and_is_compiled_once(make_trainer: TrainerFactory) -> None:
+    counted = torch._dynamo.utils.counters["stats"]
+
+    class Graphs(TrainerCallback):
+        def __init__(self) -> None:
+            self.numbers: list[int] = []
+
+        def on_step_end(self, *_: Any, **__: Any) -> None:
+            self.numbers.append(counted["unique_graphs"])
+
+    found = {}
+    # The backend only decides what a graph becomes; this one needs no compiler of the machine.
+    for options in ({}, {"torch_compile_backend": "aot_eager"}):
+        torch._dynamo.reset()
+        counted.clear()
+        graphs = Graphs()
+        trainer = make_trainer(
+            max_steps=4, optim="sgd", learning_rate=0.1, trainer_kwargs={"callbacks": [graphs]}, **options
+        )
+        trainer.train()
+        found[bool(options)] = (parameters_of(trainer), graphs.numbers)
+    assert found[False][1] == [0] * 4
+    first, second, *later = found[True][1]
+    assert first > 0 and later == [second, second], "two steps know the shapes; later ones compile nothing"
+    assert torch.allclose(found[True][0], found[False][0], atol=1e-6)
+
+
+@pytest.mark.parametrize("kind", ["ema", "live"])
+def test_gradient_checkpointing_recomputes_and_changes_nothing(make_trainer: TrainerFactory, kind: str) -> None:
+    found, calls = {}, {}
+    for is_on in (False, True):
+        trainer = make_trainer(
+            gradient_checkpointing=is_on, teacher_model_kind=kind, max_steps=2, optim="sgd", learning_rate=0.1
+        )
+        number = 0
+
+        def count(*_: Any) -> None:
+            nonlocal number
+            number += torch.is_grad_enabled()
+
+        trainer.model.get_decoder().layers[0].mlp.register_forward_pre_hook(count)
+        trainer.train()
+        found[is_on], calls[is_on] = parameters_of(trainer), number
+    assert calls == {False: 2, True: 4}, "a layer is read once a step, and once more in the backward pass"
+    assert torch.equal(found[True], found[False])
