@@ -11,7 +11,7 @@ from conftest import make_model
 from peft import PrefixTuningConfig, PromptTuningConfig, get_peft_model
 from transformers import set_seed
 
-from sdpo.generation.transformers import TransformersGenerator, draw, generation_config, is_plain_sampling
+from sdpo.generation.transformers import TransformersGenerator, _few_rows, draw, generation_config, is_plain_sampling
 from sdpo.types import SamplingSettings
 
 
@@ -120,3 +120,17 @@ def test_prompt_learning_is_sampled_as_it_is_trained(tokenizer: Any, kind: Any) 
             sequence.append(token)
     with pytest.raises(ValueError, match=r"top_p=1\.0"):
         make_generator(model, tokenizer, top_p=0.5).generate(prompts)
+
+
+@pytest.mark.parametrize("capability", ["AVX2", "AVX512"])
+@pytest.mark.parametrize("has_bias", [False, True])
+def test_few_rows_are_multiplied_as_by_the_head_itself(monkeypatch: Any, capability: str, has_bias: bool) -> None:
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: capability)
+    head = torch.nn.Linear(8, 50, bias=has_bias)
+    for number in (1, 3, 4, 8, 9, 15, 16, 17):
+        hidden = torch.randn(number, 1, 8)
+        expected = head(hidden)
+        with _few_rows(head), torch.no_grad():
+            assert "forward" in vars(head)
+            assert torch.allclose(head(hidden), expected, atol=1e-6) and head(hidden).shape == (number, 1, 50)
+        assert "forward" not in vars(head)
