@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from sdpo.rewards import CodeReward, Limits, RewardScorer, code_reward, isolation_level, judge, sandbox
+from sdpo.rewards import CodeReward, Limits, RewardScorer, code_reward, isolation_level, sandbox, verdict
 from sdpo.rewards.code import extract_code
 from sdpo.types import Completion, Rollout
 
@@ -149,7 +149,7 @@ def test_it_is_a_reward_function_of_strings_and_of_chats():
     ],
 )
 def test_values_are_equal_when_types_are(answer, expected, is_same):
-    assert judge.same_value(answer, expected, tolerance=1e-6) is is_same
+    assert verdict.same_value(answer, expected, tolerance=1e-6) is is_same
 
 
 @pytest.mark.parametrize(
@@ -164,13 +164,13 @@ def test_values_are_equal_when_types_are(answer, expected, is_same):
     ],
 )
 def test_texts_are_equal_by_lines_and_fractions_within_tolerance(answer, expected, is_same):
-    assert judge.same_text(answer, expected, tolerance=1e-6) is is_same
+    assert verdict.same_text(answer, expected, tolerance=1e-6) is is_same
 
 
 @pytest.mark.parametrize("output", [b"", b"1 2", b"\xff", b"[" * 100_000, b"9" * 10_000])
 def test_what_is_no_value_is_said_to_be_none(output):
-    with pytest.raises(judge.NoValue):
-        judge.parse(output)
+    with pytest.raises(verdict.NoValue):
+        verdict.parse(output)
 
 
 @pytest.mark.parametrize(

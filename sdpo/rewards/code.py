@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 import re
 import signal
-import sys
 import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from sdpo.reprompt import content_text
-from sdpo.rewards import judge
+from sdpo.rewards import verdict
+from sdpo.rewards.attempts import column, cut, num_cores, text_of
 from sdpo.rewards.sandbox import Call, Level, Limits, Run, isolation_level, run
 from sdpo.rewards.sandbox_child import FILE
 from sdpo.types import Score
@@ -67,7 +65,7 @@ class CodeReward:
     `reward` "all": all tests or 0; a program is run up to the first test that it fails. "fraction": the share of
     tests it passes. `use_hidden`: tests with `"hidden": true` count too; they are never shown. `limits`: of one test;
     `attempt_seconds`: of all tests of one completion. `num_workers`: programs at once, None for one a core.
-    `max_feedback`: characters. `tolerance`: of fractions, see `judge`. `level`: see `sandbox`; "limited" is for
+    `max_feedback`: characters. `tolerance`: of fractions, see `verdict`. `level`: see `sandbox`; "limited" is for
     programs that are trusted. `prelude` precedes functions; `paths`: folders of packages that programs may import.
     """
 
@@ -109,13 +107,10 @@ class CodeReward:
             ValueError: no column of tests, or tests that cannot be read; the message names the row.
             RuntimeError: no way to confine programs works here.
         """
-        if self._column not in columns:
-            raise ValueError(f"the dataset has no column {self._column!r}, where the tests of programs are looked for")
-        rows = [self._read(tests, f"{self._column} of row {i}") for i, tests in enumerate(columns[self._column])]
-        if len(rows) != len(completions):
-            raise ValueError(f"{len(completions)} completions but {len(rows)} rows of {self._column!r}")
+        given = column(columns, self._column, len(completions), what="the tests of programs are")
+        rows = [self._read(tests, f"{self._column} of row {i}") for i, tests in enumerate(given)]
         level = self._level or isolation_level()
-        with ThreadPoolExecutor(self._num_workers or _num_cores()) as pool:
+        with ThreadPoolExecutor(self._num_workers or num_cores()) as pool:
             return list(pool.map(self._score, completions, rows, [level] * len(rows)))
 
     def _read(self, tests: Any, where: str) -> Cases | None:
@@ -132,8 +127,7 @@ class CodeReward:
     def _score(self, completion: Any, tests: Cases | None, level: Level) -> Score:
         if tests is None:
             return Score(None)
-        text = completion if isinstance(completion, str) else content_text(completion[-1].get("content") or "")
-        program, is_fenced = extract_code(text)
+        program, is_fenced = extract_code(text_of(completion))
         if not program.strip():
             return Score(0.0, "Format Error: there is no code. Answer with one ```python code block.")
         num_passed, feedback = 0, None
@@ -154,7 +148,7 @@ class CodeReward:
         if not is_fenced and feedback is not None and feedback.startswith("Syntax Error"):
             feedback = f"Format Error: no ```python code block, and the answer as a whole is no program.\n{feedback}"
         reward = num_passed / len(tests.cases) if self._is_fraction else 0.0
-        return Score(reward, _cut(feedback or "", self._max_feedback))
+        return Score(reward, cut(feedback or "", self._max_feedback))
 
     def _run(self, program: str, fn_name: str | None, case: Case, seconds: float, level: Level) -> Run:
         return run(
@@ -180,32 +174,27 @@ class CodeReward:
             return f"{kind} on a hidden test." if case.is_hidden else f"{problem}\nLast Input:\n{given}"
         answer = result.output.decode(errors="replace")
         if fn_name is None:
-            is_right = judge.same_text(answer, case.expected, tolerance=self._tolerance)
+            is_right = verdict.same_text(answer, case.expected, tolerance=self._tolerance)
         else:
             try:
-                value = judge.parse(result.output)
-            except judge.NoValue:
+                value = verdict.parse(result.output)
+            except verdict.NoValue:
                 is_right, answer = False, "nothing that can be read as a value of JSON"
                 if not result.output:
                     answer = "nothing: the program ended before the function returned"
             else:
-                is_right = judge.same_value(value, case.expected, tolerance=self._tolerance)
+                is_right = verdict.same_value(value, case.expected, tolerance=self._tolerance)
         if is_right:
             return None
         if case.is_hidden:
             return "Wrong Answer on a hidden test."
         expected = case.expected if fn_name is None else json.dumps(case.expected)
-        shown = [_cut(text.rstrip("\n"), part) for text in (answer, expected)]
+        shown = [cut(text.rstrip("\n"), part) for text in (answer, expected)]
         return f"Wrong Answer\nInput:\n{given}\nYour Output:\n{shown[0]}\nExpected:\n{shown[1]}"
 
 
 code_reward = CodeReward()
 """With every setting at its default."""
-
-
-def _num_cores() -> int:
-    """Cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
 
 
 # --- reading ---------------------------------------------------------------------------------------------------------
@@ -285,8 +274,8 @@ def _ending(result: Run, part: int) -> str | None:
     lines = result.errors.rstrip().splitlines()[-_TRACEBACK_LINES:]
     if _is_syntax_error(result):
         start = max((i for i, line in enumerate(lines) if _LINE.search(line)), default=0)
-        return "Syntax Error\n" + _cut("\n".join(lines[start:]), part)
-    return "Runtime Error\n" + _cut("\n".join(lines), part)
+        return "Syntax Error\n" + cut("\n".join(lines[start:]), part)
+    return "Runtime Error\n" + cut("\n".join(lines), part)
 
 
 def _last_line(result: Run) -> str:
@@ -301,13 +290,4 @@ def _is_syntax_error(result: Run) -> bool:
 def _shown(given: Any, fn_name: str | None, budget: int) -> str:
     """The input as it is read: an argument a line, or the text."""
     text = given.rstrip("\n") if fn_name is None else "\n".join(json.dumps(argument) for argument in given)
-    return _cut(text, budget)
-
-
-def _cut(text: str, budget: int) -> str:
-    """At most `budget` characters: its two ends."""
-    if len(text) <= budget:
-        return text
-    mark = " [...] "
-    half = (budget - len(mark)) // 2
-    return text[:half] + mark + text[len(text) - half :]
+    return cut(text, budget)

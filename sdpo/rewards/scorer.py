@@ -18,14 +18,13 @@ from torch import Tensor
 from transformers import AutoModelForSequenceClassification, AutoTokenizer, PreTrainedModel
 
 from sdpo.reprompt import content_text, copy_containers
+from sdpo.rewards.attempts import truncation_argument
 from sdpo.types import Message, Prompt, Rollout, Score, ScoredRollout
 
-FEEDBACK_COLUMN = "privileged_context"
-QUESTION_COLUMN = "teacher_prompt"
+FEEDBACK_COLUMN, QUESTION_COLUMN = "privileged_context", "teacher_prompt"
 _NOT_COLUMNS = {"prompt", "completion", "completion_ids"}
 _RESERVED = ("prompts", "completions", "trainer_state")
 _ALLOWED = "a number, None, Score(reward, feedback) or a dict with 'reward' or 'score' and 'feedback'"
-
 MAX_REWARD = 1e30
 
 
@@ -33,10 +32,11 @@ class RewardScorer:
     """Calls the reward functions of a run on its completions.
 
     `reward_funcs`: one or a list of callables, also async, `f(prompts, completions, completion_ids, **columns,
-    trainer_state)`, of sequence-classification models, or of ids or paths of such models. None or an empty list: no
-    completion has a reward. `reward_weights`: one a function, None for 1.0 each. `reward_processing_classes`: one a
-    function, None where it is loaded with the model; entries beside plain functions are not used.
-    `demonstration_column`: the dataset's column of solutions, None for none.
+    trainer_state)`, of sequence-classification models, or of ids or paths of such models; one with a parameter
+    `is_truncated` is told which completions were cut. None or an empty list: no completion has a reward.
+    `reward_weights`: one a function, None for 1.0 each. `reward_processing_classes`: one a function, None where it is
+    loaded with the model; entries beside plain functions are not used. `demonstration_column`: the dataset's column of
+    solutions, None for none.
 
     Raises:
         TypeError: a reward function that cannot be called.
@@ -129,6 +129,7 @@ class RewardScorer:
         try:
             for name, function in zip(self.names, self.functions, strict=True):
                 arguments = {**copy_containers(columns), **_arguments(rollouts), "trainer_state": trainer_state}
+                arguments = truncation_argument(function, rollouts) | arguments
                 try:
                     returned.append(function(**arguments))
                 except Exception as error:
