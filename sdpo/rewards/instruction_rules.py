@@ -30,7 +30,8 @@ def _compared(count: int, asked: int, relation: str, found: str) -> str | None:
     """What is wrong with a count; `found` says it in words."""
     if count >= asked if relation == "at least" else count < asked:
         return None
-    return f"{found}; {relation} {asked} {'was' if asked == 1 else 'were'} asked for."
+    asked_for = f"{'at least' if relation == 'at least' else 'fewer than'} {asked}"
+    return f"{found}; {asked_for} {'was' if asked == 1 else 'were'} asked for."
 
 
 def _exactly(count: int, asked: int, found: str) -> str | None:

@@ -37,8 +37,8 @@ Reply with one JSON object and nothing else:
 """
 
 _FEEDBACK_KEYS = ("feedback", "explanation", "reasoning", "reason", "rationale", "critique")
-_SCORE = re.compile(r"\bscore\b[^\d\n-]{0,20}(-?\d+(?:\.\d+)?)(?:\s*/\s*(\d+(?:\.\d+)?))?", re.IGNORECASE)
-_NUMBER = re.compile(r"(-?\d+(?:\.\d+)?)(?:\s*/\s*(\d+(?:\.\d+)?))?")
+_SCORE = re.compile(r"\bscore\b[^\d\n-]{0,20}(-?\d+(?:\.\d+)?)(?:\s*(?:/|out of)\s*(\d+(?:\.\d+)?))?", re.IGNORECASE)
+_NUMBER = re.compile(r"(-?\d+(?:\.\d+)?)(?:\s*(?:/|out of)\s*(\d+(?:\.\d+)?))?")
 _RETRIED = {408, 409, 425, 429}  # and all from 500 on
 _OF_ONE_ATTEMPT = {400, 413, 422}  # this request is refused, too long for the model for instance; others may not be
 _MAX_WAIT = 30.0
@@ -223,7 +223,7 @@ def read_judgement(text: str, *, max_score: float) -> Score | None:
         number = _NUMBER.fullmatch(str(found["score"]).strip())
     else:
         number = next(reversed(list(_SCORE.finditer(text))), None)
-        feedback = text if number is None else (text[: number.start()] + text[number.end() :]).strip(" \n*#:.")
+        feedback = text if number is None else (text[: number.start()] + text[number.end() :]).strip(" \n*#:")
     if number is None:
         return None
     reward = float(number[1]) / (float(number[2]) if number[2] else max_score) if float(number[2] or 1) else math.nan
