@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import os
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from importlib.util import find_spec
 from typing import Any
@@ -63,11 +61,6 @@ def cut(text: str, budget: int) -> str:
     mark = " [...] "
     half = (budget - len(mark)) // 2
     return text[:half] + mark + text[len(text) - half :]
-
-
-def num_cores() -> int:
-    """Cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
 
 
 def need_package(module: str, *, extra: str, user: str) -> None:

@@ -13,8 +13,8 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from sdpo.rewards import verdict
-from sdpo.rewards.attempts import column, cut, num_cores, text_of
-from sdpo.rewards.sandbox import Call, Level, Limits, Run, isolation_level, run
+from sdpo.rewards.attempts import column, cut, text_of
+from sdpo.rewards.sandbox import Call, Level, Limits, Run, isolation_level, num_cores, run
 from sdpo.rewards.sandbox_child import FILE
 from sdpo.types import Score
 

@@ -123,10 +123,12 @@ def _end(fork: _Fork) -> dict[str, Any]:
     is_late = is_late or usage.ru_utime + usage.ru_stime > 0.9 * fork.processor_seconds
     if not fork.data.startswith(sandbox_child.READY):
         return {"problem": "start", "detail": fork.data.decode(errors="replace")}
+    is_whole = len(fork.data) <= _RESULT_BYTES
     with suppress(ValueError, RecursionError):
         found = json.loads(fork.data[len(sandbox_child.READY) :])
-        if isinstance(found, dict) and (found.keys() == {"value"} or found.get("problem") == "error"):
-            return found
+        json.dumps(found)  # what is nested so deep that it cannot be passed on is no result either
+        if is_whole and isinstance(found, dict) and found.keys() in ({"value"}, {"problem", "detail"}):
+            return {"problem": "error", "detail": str(found["detail"])} if "detail" in found else found
     return {"problem": "time" if is_late else "crash", "detail": f"exit code {os.waitstatus_to_exitcode(status)}"}
 
 

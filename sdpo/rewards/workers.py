@@ -15,8 +15,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from sdpo.rewards import sandbox
-from sdpo.rewards.attempts import num_cores
-from sdpo.rewards.sandbox import Level, Limits
+from sdpo.rewards.sandbox import Level, Limits, num_cores
 
 Problem = Literal["time", "error", "crash", "start"]
 

@@ -45,7 +45,7 @@ class Endpoint:
         self.server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
         self.server.daemon_threads = True
         self.url = f"http://127.0.0.1:{self.server.server_address[1]}/v1"
-        threading.Thread(target=self.server.serve_forever, daemon=True).start()
+        threading.Thread(target=self.server.serve_forever, args=(0.02,), daemon=True).start()
 
 
 def said(text):
@@ -112,7 +112,7 @@ def test_key_template_and_fields_are_sent(endpoint, monkeypatch):
         ('Well:\n```json\n{"explanation": "x", "score": "8/10"}\n```', Score(0.8, "x")),
         ("Too short.\nScore: 3/10", Score(0.3, "Too short.")),
         ("**Score:** 4/5", Score(0.8)),
-        ("I give a score of 7 out of 10", Score(0.7, "I give a  of 7")),
+        ("I give a score of 7 out of 10", Score(0.7, "I give a")),
         ("Score: 1/10 at first. Score: 9/10", Score(0.9, "Score: 1/10 at first.")),
         ('<think>Score: 1/10</think> {"score": 10}', Score(1.0)),
         ('{"score": 2} or {"score": 3}', Score(0.3)),

@@ -1,5 +1,6 @@
 """Processes that judge answers: limits, confinement, and that what one answer breaks stays with it."""
 
+import ast
 import os
 import subprocess
 import sys
@@ -68,10 +69,10 @@ def test_what_an_answer_breaks_breaks_with_it(judge):
 
 def test_an_answer_cannot_speak_for_another_or_hear_the_next(judge):
     writes = "[os.write(fd, b'\\x06{\"value\": 7}') for fd in range(1, 3)]"
-    reads = "[os.read(fd, 9) for fd in (0,)] == [b'']"
-    opened = "[fd for fd in range(4, 4096) if __import__('contextlib').suppress and os.path.exists(f'/dev/fd/{fd}')]"
-    assert [verdict.value for verdict in judge("5", writes, reads, "5", level="limited")] == [5, [19, 19], True, 5]
-    assert judge(opened, level="limited")[0].value in ([], [4])  # the descriptor of the look itself
+    reads = "os.read(0, 9) == b''"
+    opened = "[fd for fd in range(4, 64) if os.path.exists(f'/proc/self/fd/{fd}')]"
+    verdicts = judge("5", writes, reads, opened, "5", level="limited")
+    assert [verdict.value for verdict in verdicts] == [5, [13, 13], True, [], 5]
 
 
 @confined
@@ -141,20 +142,24 @@ def test_a_module_that_cannot_be_imported_is_an_error():
         workers.judge_all("no_such_module", [1], seconds=1, level="limited")
 
 
-@pytest.mark.parametrize(
-    ("statement", "unused"),
-    [
-        ("import sdpo, sdpo.rewards", ["torch", "transformers", "sympy"]),
-        (
-            "from sdpo.rewards import *",
-            ["math_verify", "latex2sympy2_extended", "reasoning_gym", "py3langid", "openai"],
-        ),
-    ],
-)
-def test_what_an_import_does_not_load(statement, unused):
-    program = f"{statement}\nimport sys\nprint(*(name for name in {unused} if name in sys.modules))"
+def test_an_import_loads_no_heavy_package():
+    program = "import sdpo.rewards, sdpo.rewards.workers, sys\n"
+    program += (
+        "print(*(name for name in ('torch', 'transformers', 'sympy', 'datasets', 'httpx2') if name in sys.modules))"
+    )
     result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert result.stdout.split() == []
+
+
+def test_optional_packages_are_imported_where_they_are_used():
+    optional = {"math_verify", "latex2sympy2_extended", "sympy", "reasoning_gym", "py3langid", "httpx2", "openai"}
+    files = list(Path(workers.__file__).parent.glob("*.py"))
+    for file in files:
+        for node in ast.parse(file.read_text()).body:
+            names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+            names += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
+            assert not optional & {name.split(".")[0] for name in names}, file
+    assert len(files) > 10
 
 
 def test_a_missing_package_is_named_with_the_way_to_install_it(monkeypatch):
