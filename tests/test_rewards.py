@@ -71,6 +71,23 @@ def test_a_function_gets_strings_ids_columns_and_the_trainer_state():
     }
 
 
+def test_a_function_that_asks_is_told_which_completions_were_cut():
+    rows = [Rollout(0, "Q", [1], Completion([5], is_truncated=cut), "A") for cut in (True, False)]
+
+    class Counts:
+        def __call__(self, completions, is_truncated=None, **columns):
+            return [float(cut) for cut in is_truncated]
+
+    def does_not(prompts, completions, completion_ids, trainer_state):
+        return [0.0] * len(prompts)
+
+    examples = [{"prompt": "Q"}] * 2
+    scored = scorer([Counts(), does_not]).score(rows, examples, trainer_state=STATE)
+    assert rewards_of(scored) == [1.0, 0.0]
+    examples = [{"prompt": "Q", "is_truncated": 3}] * 2  # a column of that name stays what it is
+    assert rewards_of(scorer(Counts()).score(rows, examples, trainer_state=STATE)) == [3.0, 3.0]
+
+
 @pytest.mark.parametrize("prefill", [[], [{"role": "assistant", "content": "The"}]])
 def test_completions_of_chats_are_assistant_turns_and_hold_the_continuation_only(prefill):
     seen = {}

@@ -95,7 +95,8 @@ def test_the_entries_of_every_task_come_back_as_they_were():
             assert task.score_answer(entry["answer"], again) == 1.0, name
 
 
-def test_answers_that_are_programs_do_no_harm_and_take_no_time(matrix_row, tmp_path):
+def test_answers_that_are_programs_do_no_harm_and_take_no_time(matrix_row, tmp_path, monkeypatch):
+    monkeypatch.setattr("sdpo.rewards.workers._CLOCK_FACTOR", 2)
     made = tmp_path / "made"
     start = time.monotonic()
     scores = score(
@@ -112,7 +113,7 @@ def test_answers_that_are_programs_do_no_harm_and_take_no_time(matrix_row, tmp_p
     assert not made.exists()
     assert scores[3].feedback == """The answer "__import__('os')._exit(0)" cannot be read."""
     assert scores[5].feedback == """The answer "__import__('time').sleep(99)" took more than 1 s to score."""
-    assert time.monotonic() - start < 12
+    assert time.monotonic() - start < 30
 
 
 @pytest.mark.parametrize(

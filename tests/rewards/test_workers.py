@@ -46,15 +46,16 @@ def test_verdicts_come_back_in_order_whatever_each_takes(judge):
     assert verdicts[1].detail == "ZeroDivisionError: division by zero"
 
 
-def test_time_and_memory_are_limited(judge):
+def test_time_and_memory_are_limited(judge, monkeypatch):
+    monkeypatch.setattr(workers, "_CLOCK_FACTOR", 2)
     start = time.monotonic()
     endless, power, asleep, large = judge(
         "[0 for _ in iter(int, 1)]", "9**9**9**9", "time.sleep(99)", "len(bytearray(4 << 30))"
     )
-    assert (endless.problem, asleep.problem) == ("time", "time") or "MemoryError" in endless.detail
+    assert (endless.problem, asleep.problem) == ("time", "time")
     assert power.problem == "time" or "MemoryError" in power.detail
     assert large.problem == "error" and large.detail.startswith("MemoryError")
-    assert time.monotonic() - start < 10
+    assert time.monotonic() - start < 30
 
 
 def test_the_limit_is_of_the_processors_time(judge):
