@@ -131,21 +131,21 @@ class MathReward:
     def _score(self, answer: Answer, verdict: Verdict | None, gold: str) -> Score:
         if verdict is None:
             return Score(0.0, answer.problem)
-        shown = f'"{cut(answer.shown, _SHOWN)}"' if answer.shown else "at the end of the text"
+        found = answer.shown or (verdict.value or {}).get("found") or ""
+        shown = f'"{cut(found, _SHOWN)}"' if found else "at the end of the text"
         if verdict.problem is not None:
             reason = f"took more than {self.seconds} s" if verdict.problem == "time" else "failed"
             return Score(0.0, f"The final answer {shown} is no simple value: to compare it {reason}.")
         if verdict.value["is_equal"]:
             return Score(1.0)
         read_as = verdict.value["read_as"]
-        if not verdict.value["has_answer"] and not answer.shown:
+        if not found:
             return Score(0.0, self._missing)
         if read_as is None:
             return Score(0.0, f"The final answer {shown} cannot be read as a number or formula.")
-        is_plain = answer.shown.replace(" ", "") in ("", read_as.replace(" ", ""))
-        problem = f"The final answer {read_as} is wrong."
-        if not is_plain:
-            problem = f"The final answer {shown}, which is read as {read_as}, is wrong."
+        is_plain = found.replace(" ", "") == read_as.replace(" ", "")
+        named = read_as if is_plain else f"{shown}, which is read as {read_as},"
+        problem = f"The final answer {named} is wrong."
         return Score(0.0, f"{problem} The right one is {_shown_gold(gold)}." if self.show_answer else problem)
 
 
@@ -210,7 +210,7 @@ def _of_integers(gold: str, answer: str) -> Verdict | None:
     if numbers[0] is None or numbers[1] is None:
         return None
     right, given = int(numbers[0][1]), int(numbers[1][1])
-    return Verdict({"is_equal": given == right, "read_as": str(given), "has_answer": True})
+    return Verdict({"is_equal": given == right, "found": str(given), "read_as": str(given)})
 
 
 def _shown_gold(gold: str) -> str:

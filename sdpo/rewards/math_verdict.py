@@ -17,14 +17,17 @@ def warm_up() -> None:
 
 
 def judge(item: dict[str, str]) -> dict[str, Any]:
-    """`is_equal`: whether the answer is the gold one, both found in texts. `read_as`: the answer as it was understood,
-    None where it is no mathematics. `has_answer`: whether there is any."""
+    """`is_equal`: whether the answer is the gold one, both found in texts. `found`: the answer as it stands in its text,
+    None where there is none. `read_as`: as it was understood, None where it is no mathematics."""
     from math_verify import parse, verify
+    from sympy import Float
 
     gold, answer = (parse(item[name], parsing_timeout=0) for name in ("gold", "answer"))
-    read = [value for value in answer if not isinstance(value, str)]
+    found = next((value for value in answer if isinstance(value, str)), None)
+    read = next((value for value in answer if not isinstance(value, str)), None)
     return {
         "is_equal": bool(answer) and verify(gold, answer, timeout_seconds=0),
-        "read_as": str(read[0])[:_SHOWN] if read else None,
-        "has_answer": bool(answer),
+        "found": None if found is None else found[:_SHOWN],
+        # A Float shows all digits of its precision: 0.250000000000000.
+        "read_as": None if read is None else str(float(read) if isinstance(read, Float) else read)[:_SHOWN],
     }

@@ -48,6 +48,8 @@ def test_equal_answers_have_reward_1_and_no_feedback(text, gold):
         (r"\boxed{43}", "42", "The final answer 43 is wrong."),
         (r"\boxed{\frac{86}{2}}", "42", r'The final answer "\frac{86}{2}", which is read as 43, is wrong.'),
         ("it is 43", "42", "The final answer 43 is wrong."),
+        ("so 0.25.", "42", "The final answer 0.25 is wrong."),
+        ("so $x = 7$.", "42", 'The final answer "x = 7", which is read as Eq(x, 7), is wrong.'),
         (r"\boxed{42} or \boxed{43}", "42", "The final answer 43 is wrong."),
         (r"\boxed{42, 43}", "42", 'The final answer "42, 43", which is read as {42, 43}, is wrong.'),
         (

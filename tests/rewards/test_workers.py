@@ -72,8 +72,9 @@ def test_an_answer_cannot_speak_for_another_or_hear_the_next(judge):
     writes = "[os.write(fd, b'\\x06{\"value\": 7}') for fd in range(1, 3)]"
     reads = "os.read(0, 9) == b''"
     opened = "[fd for fd in range(4, 64) if os.path.exists(f'/proc/self/fd/{fd}')]"
-    verdicts = judge("5", writes, reads, opened, "5", level="limited")
-    assert [verdict.value for verdict in verdicts] == [5, [13, 13], True, [], 5]
+    deep = "os.write(3, b'{\"value\": ' + b'[' * 5000 + b']' * 5000 + b'}') and os._exit(0)"
+    verdicts = judge("5", writes, reads, opened, deep, "5", level="limited")
+    assert [verdict.value for verdict in verdicts] == [5, [13, 13], True, [], None, 5]
 
 
 @confined
