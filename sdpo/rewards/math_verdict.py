@@ -17,8 +17,8 @@ def warm_up() -> None:
 
 
 def judge(item: dict[str, str]) -> dict[str, Any]:
-    """`is_equal`: whether the answer is the gold one, both found in texts. `found`: the answer as it stands in its text,
-    None where there is none. `read_as`: as it was understood, None where it is no mathematics."""
+    """`is_equal`: whether the answer is the gold one, both found in texts. `found`: the answer as written, None where
+    there is none. `read_as`: as it was understood, None where it is no mathematics."""
     from math_verify import parse, verify
     from sympy import Float
 

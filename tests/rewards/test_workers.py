@@ -88,7 +88,7 @@ def test_an_answer_can_neither_write_nor_start_nor_connect(judge, tmp_path):
         "os.fork()",
         "os.posix_spawn('/bin/true', ['true'], {})",
         "__import__('socket').socket()",
-        f"os.kill({os.getpid()}, 9)",
+        f"os.kill({os.getpid()}, 0)",
     ]
     verdicts = judge(*actions)
     assert {verdict.problem for verdict in verdicts} == {"error"}
