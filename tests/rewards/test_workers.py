@@ -47,14 +47,13 @@ def test_verdicts_come_back_in_order_whatever_each_takes(judge):
 
 
 def test_time_and_memory_are_limited(judge, monkeypatch):
-    monkeypatch.setattr(workers, "_CLOCK_FACTOR", 2)
     start = time.monotonic()
-    endless, power, asleep, large = judge(
-        "[0 for _ in iter(int, 1)]", "9**9**9**9", "time.sleep(99)", "len(bytearray(4 << 30))"
-    )
-    assert (endless.problem, asleep.problem) == ("time", "time")
-    assert power.problem == "time" or "MemoryError" in power.detail
+    endless, large = judge("[0 for _ in iter(int, 1)]", "len(bytearray(4 << 30))")
+    assert endless.problem == "time"
     assert large.problem == "error" and large.detail.startswith("MemoryError")
+    monkeypatch.setattr(workers, "_CLOCK_FACTOR", 2)
+    asleep, power = judge("time.sleep(99)", "9**9**9**9")
+    assert asleep.problem == "time" and power.problem == "time"
     assert time.monotonic() - start < 30
 
 
