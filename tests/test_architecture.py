@@ -13,7 +13,7 @@ MODULES = {path.relative_to(PACKAGE).as_posix(): ast.parse(path.read_text()) for
 
 # From the bottom up. A unit is a module or a folder of sdpo/; it imports units of lower layers, and itself.
 LAYERS = (
-    {"types", "templates", "config_rules", "presets"},
+    {"types", "templates", "config_rules", "presets", "metric_table"},
     {"config"},
     {"losses", "reprompt", "metrics"},
     {
@@ -56,6 +56,7 @@ CONFIG = {"sdpo.config", "sdpo.config_rules", "sdpo.presets"}
 FORBIDDEN = {
     "types": {"transformers"},
     "templates": {"transformers", "accelerate", "torch"},
+    "metric_table": {"transformers", "accelerate", "torch"},
     "losses": {*CONFIG, "transformers", "accelerate", "logging"},
     "reprompt": {*CONFIG, "transformers", "accelerate", "torch"},
     "metrics": {*CONFIG, "transformers", "accelerate"},

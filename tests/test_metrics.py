@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import ast
+import inspect
 import math
+import re
 
 import pytest
 import torch
+from conftest import ScriptedGenerator, TrainerFactory
 
+import sdpo.trainer
+from sdpo.metric_table import METRICS
 from sdpo.metrics import Metrics, StageClock, merge
+from sdpo.types import Completion
 
 
 def logged(*parts: Metrics) -> dict[str, float | None]:
@@ -84,3 +91,49 @@ def test_time_is_divided_by_the_steps_counted_since_the_last_log() -> None:
         clock.count_step()
     assert 0.0 <= clock.per_step()["time/train"] < 1.0
     assert clock.per_step() == {}
+
+
+# --- the table of names ----------------------------------------------------------------------------------------------
+
+TABLE = [metric.name for section in METRICS for metric in section.metrics]
+OF_TRANSFORMERS = re.compile(r"(eval|train)_(loss|runtime|samples_per_second|steps_per_second)")
+
+
+class Sampler(ScriptedGenerator):
+    """The script, with a log-prob of its own for each token, as vLLM has them."""
+
+    def generate(self, prompt_ids: list[list[int]]) -> list[Completion]:
+        return [Completion(c.ids, c.is_truncated, [-1.0] * len(c.ids)) for c in super().generate(prompt_ids)]
+
+
+def names_of_a_run(make_trainer: TrainerFactory) -> set[str]:
+    """Names logged by a run that has every part: both terms, a reference, blocks used twice, a sampler, evaluation."""
+    trainer = make_trainer(
+        distillation_weight=0.5,
+        beta=0.1,
+        num_iterations=2,
+        max_steps=2,
+        prompts=["w10 w11", "w12"],
+        trainer_kwargs={"eval_dataset": [{"prompt": "w10"}]},
+    )
+    trainer.generator = Sampler(trainer.tokenizer.tokenizer, ["w1 w2", "w3"])
+    trainer.args.use_vllm = True  # the correction acts with vLLM's completions
+    trainer.train()
+    trainer.evaluate()
+    logged = {name for entry in trainer.state.log_history for name in entry if not OF_TRANSFORMERS.fullmatch(name)}
+    return {name.removeprefix("eval_").replace("scripted_reward", "<name>") for name in logged}
+
+
+def test_every_metric_of_a_run_is_in_the_table_and_every_metric_of_the_table_in_a_run(
+    make_trainer: TrainerFactory,
+) -> None:
+    calls = [node for node in ast.walk(ast.parse(inspect.getsource(sdpo.trainer))) if isinstance(node, ast.Call)]
+    stages = {f"time/{ast.literal_eval(c.args[0])}" for c in calls if ast.unparse(c.func) == "self.clock.timed"}
+    logged = names_of_a_run(make_trainer)
+    of_trainer = {"loss", "grad_norm", "learning_rate", "epoch", "step", "total_flos"}
+    assert logged - of_trainer <= set(TABLE)
+    assert logged | stages >= set(TABLE)  # all but the stage of a server, which has a test of its own
+
+
+def test_a_name_is_once_in_the_table() -> None:
+    assert len(TABLE) == len(set(TABLE))
