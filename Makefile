@@ -51,7 +51,8 @@ bench: $(INSTALLED)
 docs: $(INSTALLED)
 	@$(BIN)/python -m pip install --quiet -c constraints.txt -e ".[docs]"
 	@$(BIN)/python scripts/generate_config_docs.py
-	@$(BIN)/mkdocs build --strict --quiet
+	@$(BIN)/python scripts/generate_metrics_docs.py
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 
 # torch first: it is by far the largest, and a wrong build of it (no GPU, another CUDA) is best seen at once.
 $(INSTALLED): pyproject.toml constraints.txt
