@@ -26,10 +26,9 @@ from huggingface_hub import constants
 from trl import ModelConfig, TrlParser
 
 import sdpo
-from sdpo import SDPOConfig, SDPOTrainer
+from sdpo import SDPOConfig, SDPOTrainer, rewards
 from sdpo.metric_table import METRICS
 from sdpo.presets import PresetName
-from sdpo.rewards import CodeReward, Limits
 
 ROOT = Path(__file__).parent.parent
 PAGES = {path.relative_to(ROOT).as_posix(): path.read_text() for path in [ROOT / "README.md", *ROOT.glob("docs/*.md")]}
@@ -327,13 +326,18 @@ def check_pip(words: list[str]) -> None:
 METRIC_NAMES = [metric.name for section in METRICS for metric in section.metrics]
 METRIC_FAMILIES = {name.split("/")[0] for name in METRIC_NAMES if "/" in name}
 OF_TRL_ALONE = {"self_distillation/server_logprob_abs_diff"}
+
+
+def parameters_of(value: object) -> list[str]:
+    return list(inspect.signature(value).parameters) if callable(value) else []
+
+
 ARGUMENTS = {
     *FIELDS,
     *inspect.signature(SDPOTrainer).parameters,
     *inspect.signature(sdpo.compare_teacher).parameters,
     *inspect.signature(SDPOTrainer.train).parameters,
-    *inspect.signature(CodeReward).parameters,
-    *inspect.signature(Limits).parameters,
+    *(word for name in rewards.__all__ if name[0].isupper() for word in parameters_of(getattr(rewards, name))),
 }
 
 
