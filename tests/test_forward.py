@@ -179,8 +179,9 @@ def test_the_correction_for_the_sampler_does_not_depend_on_the_cut_into_chunks(
     found, _ = forward.token_loss(model, find_head(model), batch, settings, loss_of, teacher=parts)
     found.loss.backward()
     assert (found.loss - whole.loss).abs() < 1e-5
+    largest = max(gradient.abs().max() for gradient in gradients)  # of 1 and more: it sums over all tokens
     for parameter, gradient in zip(model.parameters(), gradients, strict=True):
-        assert (parameter.grad - gradient).abs().max() < 1e-5
+        assert (parameter.grad - gradient).abs().max() < 1e-5 * max(1.0, largest)
     for name in ("sampling/importance_weight", "sampling/logp_difference", "sampling/cut_fraction"):
         for number, expected in zip(found.sums[name], whole.sums[name], strict=True):
             assert (number - expected).abs() < 1e-4
