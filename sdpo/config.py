@@ -1,9 +1,9 @@
 """The settings of a run: flat fields, every check at construction, and frozen views of them for the layers below.
 
-What is accepted is decided in `config_rules`: an option that cannot take effect raises. Values that only tune a part
-are let through where that part is switched off, so that a script can switch it off for a comparison and keep the rest
-of its command line: the distillation or the policy term at weight 0, demonstrations, vLLM. What asks for such a part,
-as `beta` does, raises.
+What is accepted is decided in `config_rules` and `sampling_rules`: an option that cannot take effect raises. Values
+that only tune a part are let through where that part is switched off, so that a script can switch it off for a
+comparison and keep the rest of its command line: the distillation or the policy term at weight 0, demonstrations,
+vLLM. What asks for such a part, as `beta` does, raises.
 """
 # ruff: noqa: RUF009, RUF036  (`_setting` is short for dataclasses.field; HfArgumentParser reads `None | str | list`)
 
@@ -29,11 +29,10 @@ from sdpo.config_rules import (
     explain_unknown_names,
     multiples_around,
     normalize_scale_rewards,
-    override_key,
     parse_json,
-    reshaping_options,
 )
 from sdpo.presets import PresetName, build_preset
+from sdpo.sampling_rules import SAMPLING_RULES, override_key, reshaping_options
 from sdpo.types import (
     DemonstrationSelection,
     DistillationMode,
@@ -394,7 +393,7 @@ class SDPOConfig(TrainingArguments):
         self.scale_rewards = normalize_scale_rewards(self.scale_rewards)
         check_types(self, declared_in=SDPOConfig)
         check_ranges(self)
-        for rule in RULES:
+        for rule in (*RULES, *SAMPLING_RULES):
             rule(self)
         self._resolve_device()
         self._resolve_bf16()

@@ -13,7 +13,7 @@ MODULES = {path.relative_to(PACKAGE).as_posix(): ast.parse(path.read_text()) for
 
 # From the bottom up. A unit is a module or a folder of sdpo/; it imports units of lower layers, and itself.
 LAYERS = (
-    {"types", "templates", "config_rules", "presets", "metric_table"},
+    {"types", "templates", "config_rules", "sampling_rules", "presets", "metric_table"},
     {"config"},
     {"losses", "reprompt", "metrics"},
     {
@@ -39,6 +39,7 @@ LAYERS = (
 SAME_LAYER = {
     ("config_rules", "types"),  # choices
     ("config_rules", "templates"),  # they are parsed at construction
+    ("sampling_rules", "config_rules"),  # ranges, and what a rule is made of
     ("presets", "config_rules"),  # names of presets are a choice
     ("generation", "distributed"),  # one server for all ranks
     ("served_teacher", "collate"),  # its grid
@@ -51,7 +52,7 @@ SAME_LAYER = {
     ("token_values", "heads"),
     ("chunk", "heads"),
 }
-CONFIG = {"sdpo.config", "sdpo.config_rules", "sdpo.presets"}
+CONFIG = {"sdpo.config", "sdpo.config_rules", "sdpo.sampling_rules", "sdpo.presets"}
 # What a unit must not import although its layer would allow it.
 FORBIDDEN = {
     "types": {"transformers"},
