@@ -30,7 +30,7 @@ class Taught(NamedTuple):
 
 
 class ServedValues(NamedTuple):
-    """A teacher scored elsewhere: log-prob of the token (N,), and ids and log-probs (N, K) of the teacher's top k."""
+    """A teacher scored elsewhere: log-prob of the token (N,), and ids and log-probs (N, K) of its support."""
 
     logps: Tensor
     ids: Tensor
@@ -222,7 +222,7 @@ def _teach_topk(student: _Student, taught: Sequence[Taught], settings: Objective
 
 
 def _teach_served(student: _Student, served: ServedValues, settings: ObjectiveSettings) -> Teaching:
-    """The sampled token, or the top k of a teacher that was scored elsewhere; the same losses on its support."""
+    """The sampled token, or the support on which a teacher was scored elsewhere; the same losses on it."""
     credit = served.logps - student.logps
     if settings.mode == "sampled_token":
         return Teaching(-credit, credit, base=credit, support=student.ids.unsqueeze(-1), extra=-credit.unsqueeze(-1))

@@ -330,7 +330,12 @@ class SDPOConfig(TrainingArguments):
     use_teacher_server: bool = _setting(
         False,
         "Ask the vLLM server for the teacher's log-probs. Needs vllm_mode 'server', a live teacher, "
-        "distillation_weight 1 and 'sampled_token' or 'topk_logits' (on the teacher's own top k).",
+        "distillation_weight 1 and 'sampled_token' or 'topk_logits' (see teacher_server_support).",
+    )
+    teacher_server_support: Literal["teacher", "student"] = _setting(
+        "teacher",
+        "Whose top k a served teacher is compared on, in 'topk_logits'. 'teacher': its own, from one request for many "
+        "sequences. 'student': the student's, as with a local teacher, for one request a token and a k up to 128.",
     )
     vllm_mode: Literal["colocate", "server"] = _setting(
         "colocate",
@@ -355,6 +360,11 @@ class SDPOConfig(TrainingArguments):
     vllm_engine_kwargs: dict[str, Any] | str | None = _setting(
         None,
         "Further arguments of the colocated engine (vllm.LLM), such as {'enforce_eager': true}.",
+    )
+    vllm_lora_as_adapter: bool = _setting(
+        False,
+        "Send a LoRA adapter to the colocated engine as it is, and the model under it once. False: merged into the "
+        "weights, which are all sent each time.",
     )
     vllm_check_weights: bool = _setting(
         False,
@@ -449,6 +459,7 @@ class SDPOConfig(TrainingArguments):
             max_model_length=self.vllm_max_model_length,
             trust_remote_code=self.trust_remote_code,
             engine_kwargs=as_dict(self.vllm_engine_kwargs),
+            lora_as_adapter=self.vllm_lora_as_adapter,
             check_weights=self.vllm_check_weights,
         )
 

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from sdpo.chunk import ServedValues, Taught, TeacherInput, TokenValues
 from sdpo.collate import lay_out
 from sdpo.heads import AFTER_HEAD, Head, find_head
-from sdpo.token_values import Slopes, token_values
+from sdpo.token_values import Slopes, token_values, top_support
 from sdpo.types import LossTerms, ObjectiveSettings, Sequences, TokenTerms, TrainingBatch
 
 
@@ -168,14 +168,23 @@ class TokenIndex:
         return values[self.rows, self.columns]
 
     def spread(self, values: Tensor) -> Tensor:
-        """(B, T) tensor with values (N,) in their places and 0 elsewhere."""
-        return values.new_zeros(self.shape).index_put((self.rows, self.columns), values)
+        """(B, T, ...) tensor with values (N, ...) in their places and 0 elsewhere."""
+        return values.new_zeros((*self.shape, *values.shape[1:])).index_put((self.rows, self.columns), values)
 
 
 @torch.no_grad()
 def completion_logps(model: nn.Module, head: Head, batch: TrainingBatch, settings: ObjectiveSettings) -> Tensor:
     """(B, T) log-probs of the tokens that some loss trains on, in evaluation mode, no gradient, 0 elsewhere."""
     return _logps(head, _read(model, batch.student, head=head), batch, settings)
+
+
+@torch.no_grad()
+def student_support(model: nn.Module, head: Head, batch: TrainingBatch, settings: ObjectiveSettings) -> Tensor:
+    """(B, T, K) ids of the student's top k at the tokens to distill, in evaluation mode, 0 elsewhere."""
+    assert settings.topk is not None
+    index = TokenIndex.of(batch.distillation_mask)
+    hidden = _read(model, batch.student, head=head)[index.of_grid(batch.student.predictors)]
+    return index.spread(top_support(head, hidden, settings.topk))
 
 
 @torch.no_grad()

@@ -182,6 +182,7 @@ def _vllm_options_act(config: Config) -> None:
         "vllm_server_base_url": "server",
         "vllm_server_host": "server",
         "vllm_engine_kwargs": "colocate",
+        "vllm_lora_as_adapter": "colocate",
         "vllm_check_weights": None,
     }
     for name in useless_without_vllm:
@@ -212,6 +213,14 @@ def _vllm_options_act(config: Config) -> None:
             )
 
 
+def _adapter_outlives_sampling(config: Config) -> None:
+    if config.vllm_lora_as_adapter and config.vllm_enable_sleep_mode:
+        raise ValueError(
+            "vllm_lora_as_adapter=True does not go with vllm_enable_sleep_mode=True: an engine that sleeps loses the "
+            "model under the adapter too, so that all would be sent each time. Set one of them to False."
+        )
+
+
 # Argument of vllm.LLM -> what decides it.
 _ENGINE_ARGUMENTS = {
     "model": "the policy",
@@ -225,6 +234,10 @@ _ENGINE_ARGUMENTS = {
     "enable_sleep_mode": "`vllm_enable_sleep_mode`",
     "model_impl": "`vllm_model_impl`",
     "trust_remote_code": "`trust_remote_code`",
+    "enable_lora": "`vllm_lora_as_adapter`",
+    "max_loras": "`vllm_lora_as_adapter`",
+    "max_lora_rank": "the adapter",
+    "lora_target_modules": "the adapter",
 }
 
 
@@ -236,7 +249,22 @@ def _engine_arguments_are_free(config: Config) -> None:
             )
 
 
+MAX_CHOSEN = 128  # ids whose log-probs vLLM gives at once
+
+
 def _teacher_server_can_serve(config: Config) -> None:
+    support, topk = config.teacher_server_support, config.distillation_topk
+    if support == "student" and not (config.use_teacher_server and config.distillation_mode == "topk_logits"):
+        raise ValueError(
+            f"teacher_server_support='student' cannot take effect with use_teacher_server={config.use_teacher_server} "
+            f"and distillation_mode={config.distillation_mode!r}: it says on whose top k a served teacher is read. "
+            "Set them to True and 'topk_logits', or leave teacher_server_support at 'teacher'."
+        )
+    if support == "student" and topk is not None and topk > MAX_CHOSEN:
+        raise ValueError(
+            f"teacher_server_support='student' needs distillation_topk of at most {MAX_CHOSEN}, got {topk}: vLLM "
+            "gives no more log-probs of chosen tokens at once. Lower it, or set teacher_server_support to 'teacher'."
+        )
     if not config.use_teacher_server:
         return
     needs = (
@@ -268,6 +296,7 @@ def _teacher_server_can_serve(config: Config) -> None:
 SAMPLING_RULES: tuple[Callable[[Config], None], ...] = (
     _teacher_server_can_serve,
     _vllm_options_act,
+    _adapter_outlives_sampling,
     _engine_arguments_are_free,
     _generation_kwargs_are_known,
     _generation_overrides_are_in_range,

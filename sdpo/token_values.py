@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from sdpo.chunk import Chunk, Room, ServedValues, TeacherInput, TokenValues, chunk_size, rows_that_fit
+from sdpo.chunk import Chunk, Room, ServedValues, TeacherInput, TokenValues, chunk_size, rows_that_fit, top_ids
 from sdpo.heads import Head
 from sdpo.types import ObjectiveSettings
 
@@ -51,6 +51,12 @@ def token_values(
     parameters = [parameter for parameter in head.module.parameters() if parameter.requires_grad]
     *values, anchor = _HeadLoss.apply(hidden, call, *parameters)
     return TokenValues(*values), anchor
+
+
+@torch.no_grad()
+def top_support(head: Head, hidden: Tensor, k: int) -> Tensor:
+    """(N, K) ids of the k likeliest tokens after the hidden states (N, H)."""
+    return torch.cat([top_ids(head.logits(part, 1.0), k) for part in hidden.split(chunk_size(head, hidden.device))])
 
 
 class _Call(NamedTuple):

@@ -242,8 +242,9 @@ class SDPOTrainer(BlockTrainer, CheckpointedTrainer):
         """Log-probs under the weights of now, where a later step will need them, and under the reference policy."""
         uses = self.args.steps_per_generation * self.args.num_iterations
         is_reused = phase == "train" and self.args.gradient_accumulation_steps % uses != 0
-        old = self._logps(self.model if is_reused else None, batches)
-        reference = self._logps(self.reference.model if self.reference is not None else None, batches)
+        none, logps = [None] * len(batches), forward.completion_logps
+        old = self._read(logps, self.model, batches) if is_reused else none
+        reference = none if self.reference is None else self._read(logps, self.reference.model, batches)
         pairs = zip(batches, old, reference, strict=True)
         return [replace(batch, old_logps=old, reference_logps=reference) for batch, old, reference in pairs]
 
@@ -251,18 +252,17 @@ class SDPOTrainer(BlockTrainer, CheckpointedTrainer):
         """The microbatches with what the server says of their teacher, where it is there and not here."""
         if not self.args.use_teacher_server:
             return batches
-        step, topk = self.state.global_step, self.args.distillation_topk
+        step, topk, whose = self.state.global_step, self.args.distillation_topk, self.args.teacher_server_support
         with self.clock.timed("teacher_server"):
-            return attach_served(batches, cast(Scorer, self.generator), step=step, topk=topk)
+            support = self._read(forward.student_support, self.model, batches) if whose == "student" else None
+            return attach_served(batches, cast(Scorer, self.generator), step=step, topk=topk, support=support)
 
-    def _logps(self, model: nn.Module | None, batches: list[TrainingBatch]) -> list[Tensor | None]:
-        """(B, T) log-probs of each microbatch; None for no model."""
-        if model is None:
-            return [None] * len(batches)
+    def _read(self, values: Callable[..., Tensor], model: nn.Module, batches: list[TrainingBatch]) -> list[Tensor]:
+        """What `values`, a function of `forward`, gives of each microbatch (B, T, ...) under a model."""
         head, settings = find_head(self.accelerator.unwrap_model(model)), self.args.objective
         with self.compute_loss_context_manager():
             on_device = (batch.to(self.accelerator.device) for batch in batches)
-            return [forward.completion_logps(model, head, batch, settings).cpu() for batch in on_device]
+            return [values(model, head, batch, settings).cpu() for batch in on_device]
 
     def compute_loss(
         self, model: nn.Module, inputs: TrainingBatch, return_outputs: bool = False, num_items_in_batch: Any = None

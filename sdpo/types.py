@@ -70,6 +70,7 @@ class EngineSettings:
     max_model_length: int | None
     trust_remote_code: bool
     engine_kwargs: Mapping[str, Any]
+    lora_as_adapter: bool
     check_weights: bool
 
 
@@ -146,7 +147,7 @@ class Completion:
 
 
 class ServedToken(NamedTuple):
-    """A token's log-prob under the served teacher, and the ids (K) and log-probs (K) of the teacher's own top k."""
+    """A token's log-prob under the served teacher, and the ids (K) and log-probs (K) of the support."""
 
     logp: float
     ids: list[int]
@@ -271,8 +272,8 @@ class Sequences:
 class Served:
     """The teacher of a microbatch as a server has scored it, in nats at temperature 1.
 
-    logps (B, T) of the tokens; ids, support_logps (B, T, K) of the teacher's own top k, K = 0 where none was asked
-    for. Zeros where nothing is distilled.
+    logps (B, T) of the tokens; ids, support_logps (B, T, K) of the support, which is the teacher's own top k or the
+    student's, K = 0 where none was asked for. Zeros where nothing is distilled.
     """
 
     logps: Tensor

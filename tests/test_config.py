@@ -97,6 +97,7 @@ DEFAULTS = {
     "cache_implementation": None,
     "use_vllm": False,
     "use_teacher_server": False,
+    "teacher_server_support": "teacher",
     "vllm_mode": "colocate",
     "vllm_model_impl": "vllm",
     "vllm_enable_sleep_mode": False,
@@ -109,6 +110,7 @@ DEFAULTS = {
     "vllm_gpu_memory_utilization": 0.3,
     "vllm_max_model_length": None,
     "vllm_engine_kwargs": None,
+    "vllm_lora_as_adapter": False,
     "vllm_check_weights": False,
     "vllm_importance_sampling_correction": True,
     "vllm_importance_sampling_mode": "token_truncate",
@@ -394,7 +396,7 @@ def test_one_ratio_a_sequence_with_a_token_mean_is_warned_of() -> None:
 @pytest.mark.parametrize(
     "settings",
     [{"vllm_enable_sleep_mode": True}, {"vllm_mode": "server"}, {"vllm_server_base_url": "http://localhost:8000"},
-     {"vllm_server_host": "10.0.0.1"}],
+     {"vllm_server_host": "10.0.0.1"}, {"vllm_lora_as_adapter": True}],
 )  # fmt: skip
 def test_what_asks_for_vllm_needs_vllm(settings) -> None:
     refused("cannot take effect with use_vllm=False. Set use_vllm to True", **settings)
@@ -409,6 +411,8 @@ def test_each_vllm_mode_refuses_what_the_other_is_asked_for() -> None:
             vllm_mode="server", vllm_enable_sleep_mode=True)  # fmt: skip
     refused("vllm_server_base_url.*cannot take effect with vllm_mode='colocate'", use_vllm=True,
             vllm_server_base_url="http://localhost:8000")  # fmt: skip
+    refused("vllm_lora_as_adapter=True cannot take effect with vllm_mode='server'", use_vllm=True,
+            vllm_mode="server", vllm_lora_as_adapter=True)  # fmt: skip
     SDPOConfig(use_vllm=True, vllm_enable_sleep_mode=True)
     SDPOConfig(use_vllm=True, vllm_mode="server", vllm_server_base_url="http://localhost:8000")
 
@@ -504,6 +508,24 @@ def test_a_setting_of_the_other_vllm_mode_is_refused() -> None:
     refused("vllm_tensor_parallel_size=2", use_vllm=True, vllm_mode="server", vllm_tensor_parallel_size=2)
     refused("vllm_server_timeout=1.0", use_vllm=True, vllm_server_timeout=1.0)
     SDPOConfig(vllm_server_timeout=1.0, vllm_gpu_memory_utilization=0.5)
+
+
+def test_an_adapter_is_not_sent_to_an_engine_that_forgets_what_is_under_it() -> None:
+    refused("vllm_lora_as_adapter=True does not go with vllm_enable_sleep_mode=True", use_vllm=True,
+            vllm_lora_as_adapter=True, vllm_enable_sleep_mode=True)  # fmt: skip
+    refused("`vllm_engine_kwargs` has enable_lora=True, which is decided by `vllm_lora_as_adapter`", use_vllm=True,
+            vllm_engine_kwargs={"enable_lora": True})  # fmt: skip
+
+
+def test_the_students_top_k_is_served_for_a_top_k_that_vllm_takes() -> None:
+    topk = {"distillation_mode": "topk_logits", "distillation_topk": 128}
+    SDPOConfig(**SERVED, **topk, teacher_server_support="student")
+    refused("distillation_topk of at most 128, got 129", **SERVED, **{**topk, "distillation_topk": 129},
+            teacher_server_support="student")  # fmt: skip
+    refused("teacher_server_support='student' cannot take effect with use_teacher_server=False", **topk,
+            teacher_server_support="student")  # fmt: skip
+    refused("and distillation_mode='sampled_token'", **SERVED, teacher_server_support="student")
+    SDPOConfig(**SERVED, **{**topk, "distillation_topk": 129})
 
 
 def test_the_teacher_server_serves_sampled_token_and_topk() -> None:

@@ -33,7 +33,7 @@ from sdpo.collate import pad, sequences
 from sdpo.heads import find_head
 from sdpo.losses.objective import objective
 from sdpo.token_values import token_values
-from sdpo.types import LossTerms, TokenTerms, TrainingBatch
+from sdpo.types import LossTerms, Served, TokenTerms, TrainingBatch
 
 SETTINGS = replace(plain.SETTINGS, temperature=0.7, mode="sampled_token")
 
@@ -291,6 +291,37 @@ def test_the_gradient_goes_through_what_a_family_does_after_its_head(
     largest = max(gradient.abs().max() for gradient in gradients)
     for parameter, gradient in zip(model.parameters(), gradients, strict=True):
         assert (parameter.grad - gradient).abs().max() < 1e-5 * max(1.0, largest)
+
+
+@pytest.mark.parametrize("add_tail", [False, True])
+def test_a_teacher_served_on_the_students_top_k_is_a_local_one(
+    tokenizer: Any, monkeypatch: pytest.MonkeyPatch, add_tail: bool
+) -> None:
+    model, teacher = make_model(tokenizer).eval(), make_model(tokenizer, seed=1).eval()
+    monkeypatch.setattr(chunk_module, "CPU_CHUNK", 3 * len(tokenizer))  # three tokens at a time
+    settings = replace(SETTINGS, mode="topk_logits", topk=5, add_tail=add_tail)
+    batch, (prompts, teacher_prompts, completions) = make_batch()
+    support = forward.student_support(model, find_head(model), batch, settings)
+    best = plain_logits(model, prompts, completions).topk(5, dim=-1).indices
+    mask = batch.distillation_mask
+    assert torch.equal(support[mask].sort().values, best[mask].sort().values) and not support[~mask].any()
+
+    said = plain_logits(teacher, teacher_prompts, completions).detach().log_softmax(-1)
+    own = said.gather(-1, batch.completion_ids.unsqueeze(-1)).squeeze(-1)
+    served = replace(batch, served=Served(own, support, said.gather(-1, support)))
+
+    def loss(terms: TokenTerms) -> LossTerms:
+        return LossTerms((terms.divergence * mask).sum(), {})
+
+    found = []
+    for one, parts in ((batch, [(teacher, 1.0)]), (served, [])):
+        terms, _ = forward.token_loss(model, find_head(model), one, settings, loss, teacher=parts)
+        terms.loss.backward()
+        found.append((terms.loss.item(), [p.grad.clone() for p in model.parameters()]))
+        model.zero_grad()
+    (expected, gradients), (actual, others) = found
+    assert expected > 1e-2 and abs(actual - expected) < 1e-5
+    assert all((a - b).abs().max() < 1e-5 for a, b in zip(gradients, others, strict=True))
 
 
 @pytest.mark.parametrize("is_plain", [True, False])

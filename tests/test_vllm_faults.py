@@ -123,11 +123,32 @@ def test_no_server_at_all_is_said_within_the_time_limit() -> None:
         Client("http://127.0.0.1:9", group_port=0, timeout=1, device=torch.device("cpu"))
 
 
+def test_the_server_says_how_a_completion_has_ended(stand_in: Any) -> None:
+    choices = [
+        {"token_ids": [5, 6], "logprobs": {"token_logprobs": [-1.0, -2.0]}, "finish_reason": reason}
+        for reason in ("stop", "length")
+    ]
+    client = client_of(stand_in(lambda _: (200, json.dumps({"choices": choices}))), timeout=5)
+    found = client.complete([[1, 2]], {"n": 2, "max_tokens": 2})
+    assert [completion.is_truncated for completion in found] == [False, True]  # both have two tokens
+    assert all(completion.sampled_logps == [-1.0, -2.0] for completion in found)
+
+
+def test_a_server_that_does_not_know_chosen_ids_is_refused(stand_in: Any) -> None:
+    answer = {"choices": [{"logprobs": {"top_logprobs": [{"token_id:4": -1.0, "token_id:9": -3.0}]}}]}
+    client = client_of(stand_in(lambda _: (200, json.dumps(answer))), timeout=5)
+    assert client.logps_of([([1, 2], [9, 4])]) == [[-3.0, -1.0]]
+    with pytest.raises(ValueError, match="logprob_token_ids"):
+        client.logps_of([([1, 2], [9, 7])])
+
+
 def test_an_answer_of_a_server_without_the_weights_is_thrown_away(stand_in: Any) -> None:
     server = stand_in(lambda _: (200, "{}"))
     client = client_of(server, timeout=5)
     client.instance = client.find_instance()
+    server.paths.clear()
     assert client.ask(lambda: 1) == 1
+    assert server.paths == ["/server_info"], "once a question, after it"
     server.instance = "b"
     with pytest.raises(ServerGone):
         client.ask(lambda: 1)

@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from transformers import GPT2Config, GPT2LMHeadModel, Qwen2ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
-from sdpo.generation.weights import check_engine_can_hold, describe, engine_weights
+from sdpo.generation.weights import check_engine_can_hold, describe, engine_weights, lora_factors
 
 IDS = torch.tensor([[8, 9, 10, 3, 11, 12, 13, 30]])
 LINEAR = {"task_type": "CAUSAL_LM", "target_modules": ["q_proj", "v_proj", "down_proj"]}
@@ -246,6 +246,55 @@ def test_only_the_adapter_in_use_is_merged(tokenizer):
         assert_engine_gets(policy, make_model(tokenizer).eval(), logits(make_model(tokenizer).eval()))
 
 
+def assert_factors_make_the_merged(policy: Any) -> None:
+    """That under the adapter is the base model, and that the products of the factors are what merging adds to it."""
+    merged, base, factors = dict(engine_weights(policy)), dict(engine_weights(policy, is_merged=False)), {}
+    for name, factor in lora_factors(policy).items():
+        layer, letter = name.removeprefix("base_model.model.").removesuffix(".weight").rsplit(".lora_", 1)
+        factors.setdefault(f"{layer}.weight", {})[letter] = factor
+    assert merged.keys() == base.keys() > factors.keys()
+    for name, weight in base.items():
+        added = factors[name]["B"] @ factors[name]["A"] if name in factors else torch.zeros_like(weight)
+        torch.testing.assert_close(weight + added, merged[name], rtol=0, atol=1e-6)
+        assert name not in factors or added.abs().max() > 1e-3
+
+
+PLAIN_LORA = ("LoRA", "LoRA, rank pattern", "rsLoRA")
+
+
+@pytest.mark.parametrize("kind", PLAIN_LORA)
+def test_the_factors_of_an_adapter_are_what_merging_adds(tokenizer, kind):
+    policy = adapted(make_model(tokenizer), ADAPTERS[kind])
+    before = state(policy)
+    assert_factors_make_the_merged(policy)
+    assert_same(policy, before)
+
+
+def test_two_adapters_in_use_are_one_of_both_ranks(tokenizer):
+    policy = adapted(make_model(tokenizer), ADAPTERS["LoRA"])
+    policy.add_adapter("second", peft.LoraConfig(**{**LORA, "r": 3}, init_lora_weights=False))
+    policy.base_model.set_adapter(["default", "second"])
+    assert_factors_make_the_merged(policy)
+    assert {min(factor.shape) for factor in lora_factors(policy).values()} == {4 + 3}
+
+
+NOT_FACTORS = {kind: config for kind, config in ADAPTERS.items() if kind not in PLAIN_LORA}
+NOT_FACTORS["activated LoRA"] = peft.LoraConfig(**LORA, alora_invocation_tokens=[8])  # not added to every token
+
+
+@pytest.mark.parametrize("kind", NOT_FACTORS)
+def test_what_is_more_than_factors_on_linear_layers_is_no_adapter_for_an_engine(tokenizer, kind):
+    with pytest.raises(ValueError, match=r"vllm_lora_as_adapter=True sends plain LoRA.* is trained besides"):
+        lora_factors(adapted(make_model(tokenizer), NOT_FACTORS[kind]))
+
+
+def test_a_policy_without_an_adapter_has_no_factors(tokenizer, model):
+    with pytest.raises(ValueError, match="and the policy has none"):
+        lora_factors(model.requires_grad_(False))
+    with pytest.raises(ValueError, match=r"model\.embed_tokens\.weight is trained besides"):
+        lora_factors(model.requires_grad_(True))
+
+
 def test_an_adapter_that_is_merged_already_is_not_merged_again(tokenizer):
     policy = adapted(make_model(tokenizer), ADAPTERS["LoRA"])
     policy.merge_adapter()
@@ -300,8 +349,10 @@ def check_sharded(world_size: int) -> None:
     for kind in ("", *SHARDED):
         model = make_model(tokenizer).eval()
         policy = adapted(model, ADAPTERS[kind]) if kind else model
-        expected = logits(policy)
+        expected, factors = logits(policy), lora_factors(policy) if kind in PLAIN_LORA else {}
         shard(policy, model, world_size)
+        for name, factor in (lora_factors(policy) if factors else {}).items():
+            assert torch.equal(factor, factors[name])
         shards = {name: (id(p), p.to_local().clone()) for name, p in policy.named_parameters()}
         assert_engine_gets(policy, make_model(tokenizer).eval(), expected)
         for name, param in policy.named_parameters():

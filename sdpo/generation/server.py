@@ -1,13 +1,14 @@
 """Sampling and scoring by a vLLM server, which is given the policy's weights over HTTP calls and a data plane.
 
-TRL's client makes the requests, reads the answers and knows the versions of vLLM; here are time limits, retries, what
-happens when the server is started again, and the ranks. Letters: T tokens of a completion, K support.
+TRL's client scores sequences, sends weights and knows the versions of vLLM; here are time limits, retries, restarts,
+how completions end, and the ranks. Letters: T tokens of a completion, K support.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any, TypeVar
 
@@ -27,6 +28,9 @@ T = TypeVar("T")
 FIRST_WAIT, LONGEST_WAIT = 0.5, 8.0  # seconds between two tries, doubled each time
 MAX_TRIES = 3  # of sending the weights, and of a question to a server that has been started again
 TRANSIENT = (500, 502, 503, 504)
+CONCURRENCY = 10  # requests under way, as many as a session keeps connections
+# softmax(logits), whatever the model's own generation_config says.
+PLAIN = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0}
 # Tensors go beside these calls, so one that has failed is not repeated by itself: the weights are sent anew.
 ONCE = ("/init_weight_transfer_engine", "/start_weight_update", "/update_weights", "/finish_weight_update")
 DEV_MODE = "Start it with VLLM_SERVER_DEV_MODE=1 in its environment"
@@ -148,14 +152,55 @@ class Client(VLLMClient):
         self.plane.send(self, metadata, weights)
         self.reset_prefix_cache()
 
+    def complete(self, prompts: Sequence[list[int]], values: Mapping[str, Any]) -> list[Completion]:
+        """Completions of the prompts under these sampling parameters, those of a prompt one after the other.
+
+        Not TRL's `generate`, which does not tell how a completion has ended.
+        """
+        body = {"model": self.model, "prompt": list(prompts), "return_token_ids": True, **values}
+        choices = self._post(f"{self.base_url}/v1/completions", json=body)["choices"]
+        return [
+            completion_of(
+                choice["token_ids"],
+                choice["logprobs"]["token_logprobs"],
+                is_truncated=choice["finish_reason"] == "length",
+            )
+            for choice in choices
+        ]
+
+    def logps_of(self, asked: Sequence[tuple[list[int], list[int]]]) -> list[list[float]]:
+        """Of each (sequence, ids), the log-probs of those ids as its next token, at temperature 1.
+
+        A request each, since a request names its ids once. The server need not read a sequence again that it has just
+        scored: the beginnings of it are in its prefix cache.
+
+        Raises:
+            ValueError: the server's vLLM does not know how to give log-probs of chosen ids.
+        """
+
+        def logps(item: tuple[list[int], list[int]]) -> list[float]:
+            sequence, ids = item
+            chosen = {"logprobs": len(ids), "logprob_token_ids": ids, "return_tokens_as_token_ids": True}
+            body = {"model": self.model, "prompt": sequence, "max_tokens": 1, **PLAIN, **chosen}
+            [choice] = self._post(f"{self.base_url}/v1/completions", json=body)["choices"]
+            found = choice["logprobs"]["top_logprobs"][0]
+            try:
+                return [found[f"token_id:{token}"] for token in ids]
+            except KeyError as error:
+                raise ValueError(
+                    f"The vLLM server at {self.base_url} does not know `logprob_token_ids`, log-probs of chosen ids, "
+                    "which vLLM 0.31 does. Update it, or set teacher_server_support='teacher'."
+                ) from error
+
+        with ThreadPoolExecutor(CONCURRENCY) as executor:
+            return list(executor.map(logps, asked))
+
     def ask(self, question: Callable[[], T]) -> T:
         """The answer of the server that has the weights.
 
         Raises:
             ServerGone: it was started again; the answer, if any, is thrown away.
         """
-        if self.find_instance() != self.instance:
-            raise ServerGone
         answer = question()
         if self.find_instance() != self.instance:
             raise ServerGone
@@ -268,45 +313,52 @@ class ServerGenerator:
         for size in {size for _, size in groups}:
             chosen = [i for i, group in enumerate(groups) if group[1] == size]
             values = sampling_params(self.sampling, number=size, eos_token_ids=self.eos_token_ids)
-            output = self.client.generate([groups[i][0] for i in chosen], n=size, generation_kwargs=values)
-            logps = output["logprobs"] or [None] * len(output["completion_ids"])
-            completions = [
-                completion_of(
-                    ids,
-                    None if steps is None else [step[0] for step in steps],
-                    is_truncated=self._is_truncated(ids),
-                )
-                for ids, steps in zip(output["completion_ids"], logps, strict=True)
-            ]
+            completions = self.client.complete([groups[i][0] for i in chosen], values)
             for place, i in enumerate(chosen):
                 found[i] = completions[place * size : (place + 1) * size]
         return [completion for i in range(len(groups)) for completion in found[i]]
 
-    def _is_truncated(self, ids: list[int]) -> bool:
-        """TRL's client does not say why one has ended. The server refuses a prompt without room for the limit."""
-        is_ended = bool(ids) and ids[-1] in self.eos_token_ids
-        return len(ids) >= self.sampling.max_completion_length and not is_ended
-
-    def score(self, sequences: Sequence[tuple[list[int], list[int]]], *, topk: int) -> list[list[ServedToken]]:
+    def score(
+        self,
+        sequences: Sequence[tuple[list[int], list[int]]],
+        *,
+        topk: int,
+        support: Sequence[list[list[int]]] | None = None,
+    ) -> list[list[ServedToken]]:
         """Of each (prompt, completion), the engine's values of each completion token, for this rank's sequences.
 
-        At temperature 1: prompt log-probs of vLLM ignore it. `topk` 0: of the token itself only.
+        At temperature 1: prompt log-probs of vLLM ignore it. `topk` 0: of the token itself only. `support`: for each
+        token the ids to give values of, in place of the engine's own top k.
         """
         world, first = distributed.gather_rows(list(sequences), self.accelerator)
-        scored = self._ask(lambda: self._score(world, topk)) if world else []
+        chosen = None if support is None else distributed.gather_rows(list(support), self.accelerator)[0]
+        scored = self._ask(lambda: self._score(world, topk, chosen)) if world else []
         return scored[first : first + len(sequences)]
 
-    def _score(self, sequences: Sequence[tuple[list[int], list[int]]], topk: int) -> list[list[ServedToken]]:
+    def _score(
+        self,
+        sequences: Sequence[tuple[list[int], list[int]]],
+        topk: int,
+        support: Sequence[list[list[int]]] | None = None,
+    ) -> list[list[ServedToken]]:
         output = self.client.get_sequence_logprobs(
             [[*prompt, *completion] for prompt, completion in sequences],
             [len(prompt) for prompt, _ in sequences],
-            top_logprobs=topk,
+            top_logprobs=topk if support is None else 0,
             chunk_size=8,
         )
-        columns = (output["actual_logprobs"], output["logprob_token_ids"], output["logprobs"])
+        own, ids, logps = output["actual_logprobs"], output["logprob_token_ids"], output["logprobs"]
+        if support is not None:
+            asked = [
+                ([*prompt, *completion[:i]], chosen[i])
+                for (prompt, completion), chosen in zip(sequences, support, strict=True)
+                for i in range(len(completion))
+            ]
+            answers = iter(self.client.logps_of(asked))
+            ids, logps = support, [[next(answers) for _ in chosen] for chosen in support]
         return [
-            [ServedToken(own[0], ids, logps) for own, ids, logps in zip(*row, strict=True)]
-            for row in zip(*columns, strict=True)
+            [ServedToken(logp[0], *token) for logp, *token in zip(*row, strict=True)]
+            for row in zip(own, ids, logps, strict=True)
         ]
 
     def _prompt_logps(self, ids: list[int]) -> list[float]:

@@ -5,21 +5,26 @@ Letters: T tokens of a completion.
 
 from __future__ import annotations
 
+import json
 import os
+import socket
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from datetime import timedelta
+from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, Protocol
+from typing import Any, Protocol, get_args
 
 import torch
 from accelerate import Accelerator
+from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from sdpo import distributed
 from sdpo.generation.engine import check_weights, completion_of, grouped, sampling_params, weights_of
-from sdpo.generation.weights import check_engine_can_hold, engine_weights
+from sdpo.generation.weights import check_engine_can_hold, engine_weights, lora_factors
 from sdpo.types import Completion, EngineSettings, SamplingSettings
 
 SEED_STRIDE = 1_000_003  # between the seeds of two engines
@@ -49,6 +54,7 @@ class ColocatedGenerator:
         self.sampling, self.eos_token_ids = sampling, frozenset(eos_token_ids)
         policy = accelerator.unwrap_model(get_model())
         check_engine_can_hold(policy)
+        self._lora = Lora(policy) if settings.lora_as_adapter else None
         self._tp_group = _tensor_parallel_group(accelerator, settings.tensor_parallel_size)
         with self._own_randomness():
             self.engine = self._start(policy, processing_class)
@@ -88,6 +94,8 @@ class ColocatedGenerator:
             }
             if processes > 1:
                 arguments["distributed_executor_backend"] = "external_launcher"
+            if self._lora is not None:
+                arguments |= self._lora.arguments()
             return vllm.LLM(**{**arguments, **settings.engine_kwargs})
 
     def sync(self, step: int) -> None:
@@ -98,8 +106,10 @@ class ColocatedGenerator:
             return
         if self.settings.enable_sleep_mode:
             self.engine.wake_up(tags=["weights"])
-        worker = self.engine.llm_engine.model_executor.driver_worker
-        worker.model_runner.model.load_weights(engine_weights(policy))
+        if self._lora is None:
+            _model_of(self.engine).load_weights(engine_weights(policy))
+        else:
+            self._lora.push(self.engine, policy)
         self.engine.reset_prefix_cache()
         self._pushed = weights
         if self.settings.check_weights:
@@ -118,7 +128,7 @@ class ColocatedGenerator:
         parameters = [self._parameters(vllm, number) for _, number in groups]
         prompts = [{"prompt_token_ids": ids} for ids, _ in groups]
         with self._own_randomness():
-            outputs = self.engine.generate(prompts, parameters, use_tqdm=False) if prompts else []
+            outputs = self._run(prompts, parameters) if prompts else []
         if self.settings.enable_sleep_mode:
             self.engine.sleep(level=2)
             self._pushed = None  # the weights are gone
@@ -131,6 +141,10 @@ class ColocatedGenerator:
             )
             for output in drawn[first : first + len(prompt_ids)]
         ]
+
+    def _run(self, prompts: Any, parameters: Any) -> Any:
+        adapter = {} if self._lora is None else {"lora_request": self._lora.request()}
+        return self.engine.generate(prompts, parameters, use_tqdm=False, **adapter)
 
     def _parameters(self, vllm: Any, number: int) -> Any:
         values = sampling_params(self.sampling, number=number, eos_token_ids=self.eos_token_ids)
@@ -147,7 +161,7 @@ class ColocatedGenerator:
 
         parameters = vllm.SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=0)
         with torch.random.fork_rng(devices=self._cuda()):
-            [output] = self.engine.generate([{"prompt_token_ids": ids}], parameters, use_tqdm=False)
+            [output] = self._run([{"prompt_token_ids": ids}], parameters)
         return [step[token].logprob for token, step in zip(ids[1:], output.prompt_logprobs[1:], strict=True)]
 
     def _cuda(self) -> list[torch.device]:
@@ -165,6 +179,54 @@ class ColocatedGenerator:
         with torch.random.fork_rng(devices=self._cuda()):
             torch.manual_seed(seed)
             yield
+
+
+def _model_of(engine: Any) -> Any:
+    return engine.llm_engine.model_executor.driver_worker.model_runner.model
+
+
+class Lora:
+    """The policy's adapter beside the engine's weights: the model under it is sent once, its factors at each push."""
+
+    def __init__(self, policy: Any):
+        factors = lora_factors(policy)
+        self.layers = sorted({name.split(".")[-3] for name in factors})
+        self.rank = max(min(factor.shape) for factor in factors.values())
+        self._base: int | None = None
+
+    def arguments(self) -> dict[str, Any]:
+        """Of the engine."""
+        from vllm.config.lora import MaxLoRARanks
+
+        limits = [limit for limit in get_args(MaxLoRARanks) if limit >= self.rank]
+        if not limits:
+            raise ValueError(
+                f"vllm_lora_as_adapter=True takes ranks up to {max(get_args(MaxLoRARanks))}, and the adapter has "
+                f"{self.rank}. Set it to False to send the merged weights."
+            )
+        return {
+            "enable_lora": True,
+            "max_loras": 1,
+            "max_lora_rank": min(limits),
+            "lora_target_modules": self.layers,
+        }
+
+    def request(self, folder: str = "loaded already", *, is_new: bool = False) -> Any:
+        """What the engine calls the adapter; it reads `folder` where that is new."""
+        from vllm.lora.request import LoRARequest
+
+        return LoRARequest("policy", 1, folder, load_inplace=is_new)
+
+    def push(self, engine: Any, policy: Any) -> None:
+        base = sum(parameter._version for parameter in policy.parameters() if not parameter.requires_grad)
+        if base != self._base:
+            _model_of(engine).load_weights(engine_weights(policy, is_merged=False))
+            self._base = base
+        config = {"r": self.rank, "lora_alpha": self.rank, "target_modules": self.layers}  # the scale is in B
+        with tempfile.TemporaryDirectory() as folder:
+            save_file(lora_factors(policy), f"{folder}/adapter_model.safetensors")
+            Path(folder, "adapter_config.json").write_text(json.dumps(config))
+            engine.llm_engine.add_lora(self.request(folder, is_new=True))
 
 
 def _tensor_parallel_group(accelerator: Accelerator, size: int) -> Any:
@@ -217,25 +279,23 @@ class ProcessGroupPlane:
     backend = "process_group"
 
     def open(self, client: Any, device: torch.device) -> None:
-        from vllm.distributed.utils import StatelessProcessGroup
+        from vllm.distributed.utils import StatelessProcessGroup, create_tcp_store
         from vllm.utils.network_utils import get_ip
 
-        size = client.get_world_size() + 1
-        address = {"master_address": get_ip(), "master_port": client.group_port}
-        info = {**address, "rank_offset": 1, "world_size": size, "packed": True}
-        with ThreadPoolExecutor(1) as executor:  # the server waits in its answer for the trainer to join
-            answer = executor.submit(
-                client._post, f"{client.base_url}/init_weight_transfer_engine", json={"init_info": info}
-            )
-            group = StatelessProcessGroup.create(
-                address["master_address"],
-                client.group_port,
-                0,
-                size,
-                data_expiration_seconds=60,
-                store_timeout=int(client.timeout),
-            )
-            answer.result()
+        size, host, port = client.get_world_size() + 1, get_ip(), client.group_port
+        store = create_tcp_store(
+            host,
+            port,
+            listen_socket=socket.create_server((host, port)),
+            world_size=size,
+            is_master=True,
+            wait_for_workers=False,  # the server answers when they have joined, or at once that they cannot
+            timeout=timedelta(seconds=client.timeout),
+            use_libuv=False,
+        )
+        info = {"master_address": host, "master_port": port, "rank_offset": 1, "world_size": size, "packed": True}
+        client._post(f"{client.base_url}/init_weight_transfer_engine", json={"init_info": info})
+        group = StatelessProcessGroup(rank=0, world_size=size, store=store, data_expiration_seconds=60)
         client.communicator = SimpleNamespace(group=group)
 
     def send(self, client: Any, metadata: list[Announced], weights: Iterator[tuple[str, Tensor]]) -> None:

@@ -16,8 +16,8 @@ from transformers import PreTrainedModel
 _WRAPPERS = frozenset({"_orig_mod", "_checkpoint_wrapped_module"})
 
 
-def engine_weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """(name, weight) of every parameter of the base model, adapters merged, one after the other.
+def engine_weights(model: nn.Module, *, is_merged: bool = True) -> Iterator[tuple[str, Tensor]]:
+    """(name, weight) of every parameter of the base model, adapters merged if so asked, one after the other.
 
     Names are those of `named_parameters()` of the plain transformers model; a tied weight comes once. Tensors are
     whole, detached, and where the model is. An adapted layer is merged on a copy, so at most one layer exists twice,
@@ -29,7 +29,42 @@ def engine_weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
         ValueError: As `check_engine_can_hold`, at the call; and where an adapted layer cannot be merged.
     """
     check_engine_can_hold(model)
-    return _weights(_unwrapped(model))
+    return _weights(_unwrapped(model), is_merged=is_merged)
+
+
+def lora_factors(model: nn.Module) -> dict[str, Tensor]:
+    """Name -> factor A or B of the LoRA in use on each layer, in memory of the CPU, the scale multiplied into B.
+
+    Names are those of PEFT's files. Several adapters in use are one of the sum of their ranks. As in `engine_weights`,
+    every rank gathers.
+
+    Raises:
+        ValueError: more is trained than these factors, or their product is not what is added to a layer.
+    """
+    from peft.tuners.lora import Linear
+
+    policy = _unwrapped(model)
+    found: dict[str, Tensor] = {}
+    sent: set[int] = set()
+    for name, part, is_adapted in _parts(policy):
+        if not is_adapted or not isinstance(part, Linear) or part.lora_variant:
+            continue
+        active = [one for one in part.active_adapters if one in part.lora_A and one not in part.merged_adapters]
+        if active and not part.disable_adapters:
+            ins, outs = [part.lora_A[one].weight for one in active], [part.lora_B[one].weight for one in active]
+            sent.update(id(factor) for factor in (*ins, *outs))
+            scaled = [_alone(factor) * part.scaling[one] for one, factor in zip(active, outs, strict=True)]
+            prefix = f"base_model.model.{_engine_name(name)}lora_"
+            found[f"{prefix}A.weight"] = torch.cat([_alone(factor) for factor in ins]).cpu()
+            found[f"{prefix}B.weight"] = torch.cat(scaled, dim=1).cpu()
+    left = [name for name, p in policy.named_parameters() if p.requires_grad and id(p) not in sent]
+    if left or not found:
+        reason = f"{left[0]} is trained besides" if left else "the policy has none"
+        raise ValueError(
+            f"vllm_lora_as_adapter=True sends plain LoRA on linear layers and nothing else, and {reason}. Set it to "
+            "False to send the merged weights."
+        )
+    return found
 
 
 def describe(weights: Iterable[tuple[str, Tensor]]) -> list[tuple[str, str, list[int]]]:
@@ -153,7 +188,7 @@ def _resolved(module: nn.Module, types: _PeftTypes) -> nn.Module:
     return wrapper.token_adapter if isinstance(wrapper, tokens) else module
 
 
-def _weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+def _weights(model: nn.Module, *, is_merged: bool) -> Iterator[tuple[str, Tensor]]:
     seen: set[int] = set()
     for prefix, part, is_adapted in _parts(model):
         holder: Any = part.get_base_layer() if is_adapted else part  # type: ignore[operator]
@@ -161,7 +196,7 @@ def _weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
         seen.update(id(p) for _, p in own)
         names = [_engine_name(prefix + name) for name, _ in own]
         # In no variable, so that no tensor is kept here while the next one is made.
-        if is_adapted and own:
+        if is_adapted and own and is_merged:
             yield from zip(names, _merged(part, [name for name, _ in own]), strict=True)
         else:
             yield from zip(names, (_alone(p) for _, p in own), strict=True)

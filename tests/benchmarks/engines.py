@@ -1,11 +1,12 @@
 """Sampling by transformers and by vLLM, on the demo's model, in one run.
 
     VLLM_CPU_KVCACHE_SPACE=1 .venv-vllm/bin/python tests/benchmarks/engines.py [--repeats 5] [--model FOLDER]
-        [--server http://127.0.0.1:8000]
+        [--server http://127.0.0.1:8000] [--lora 16]
 
 Wall seconds of a block of `--prompts` questions with `--generations` completions each, medians, in turns; and of one
 transfer of the weights. A server (docs/vllm.md says how one is started) is measured where its address is given. On one
 machine all share its cores. `--model` is the folder of a model, by default the one `make demo` has converted.
+`--lora`: the rank of an adapter on all linear layers, which is sent merged, and to one engine more as it is.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator
+from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 sys.path.insert(0, str(Path(__file__).parent.parent.parent / "examples"))
@@ -39,6 +41,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=64)
     parser.add_argument("--model", default=None)
     parser.add_argument("--server", default=None)
+    parser.add_argument("--lora", type=int, default=None)
     options = parser.parse_args()
     folder = options.model or str(default_cache_dir() / "SmolLM2-135M-Instruct")
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
@@ -57,6 +60,10 @@ def main() -> None:
     if options.server:
         address = {"vllm_mode": "server", "vllm_server_base_url": options.server}
         settings["vLLM, server"] = SDPOConfig(**common, use_vllm=True, **address)
+    if options.lora:
+        model = get_peft_model(model, LoraConfig(r=options.lora, target_modules="all-linear")).eval()
+        as_it_is = SDPOConfig(**common, use_vllm=True, vllm_lora_as_adapter=True, **engine)
+        settings["vLLM, colocated, adapter as it is"] = as_it_is
     accelerator = Accelerator(cpu=True)
     generators = {
         name: build_generator(

@@ -139,12 +139,25 @@ def policy_folders(tokenizer: PreTrainedTokenizerFast, tmp_path_factory: pytest.
     return folders
 
 
-@pytest.fixture(scope="session")
-def server(policy_folders: dict[bool, Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """One server for the session, of the model with tied embeddings. Its weights are those of the test before."""
-    one = Server(policy_folders[True], tmp_path_factory.mktemp("server") / "log.txt")
+@contextlib.contextmanager
+def serving(model: Path, log: Path) -> Iterator[Server]:
+    one = Server(model, log)
     try:
         one.start()
         yield one
     finally:
         one.kill()
+
+
+@pytest.fixture(scope="session")
+def server(policy_folders: dict[bool, Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """One server for the session, of the model with tied embeddings. Its weights are those of the test before."""
+    with serving(policy_folders[True], tmp_path_factory.mktemp("server") / "log.txt") as one:
+        yield one
+
+
+@pytest.fixture
+def untied_server(policy_folders: dict[bool, Path], tmp_path: Path) -> Iterator[Server]:
+    """A server of the model with untied embeddings, for one test."""
+    with serving(policy_folders[False], tmp_path / "server.txt") as one:
+        yield one

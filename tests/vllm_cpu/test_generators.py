@@ -126,13 +126,45 @@ def test_a_colocated_engine_has_the_weights_it_was_sent(
 
 @pytest.mark.parametrize("adapt", [False, True], ids=["full", "lora"])
 def test_a_server_has_the_weights_it_was_sent(tokenizer: Any, tmp_path: Path, server: Server, adapt: bool) -> None:
-    model = make_policy(tokenizer, is_tied=True, seed=3)
+    check_server(server, tokenizer, tmp_path, is_tied=True, adapt=adapt)
+
+
+def test_a_server_of_a_model_with_untied_embeddings_too(tokenizer: Any, tmp_path: Path, untied_server: Server) -> None:
+    for adapt in (False, True):  # one after the other, on one server
+        check_server(untied_server, tokenizer, tmp_path, is_tied=False, adapt=adapt)
+
+
+def check_server(server: Server, tokenizer: Any, folder: Path, *, is_tied: bool, adapt: bool) -> None:
+    model = make_policy(tokenizer, is_tied=is_tied, seed=3)
     model = lora(model) if adapt else model
-    args = settings(tmp_path, **of_server(server))
-    generator = generator_of(model, tokenizer, args)
+    generator = generator_of(model, tokenizer, settings(folder, **of_server(server)))
     check_sync(model, generator)
     check_samples(model, generator, tokenizer)
     generator.client.close_communicator()
+
+
+@pytest.mark.parametrize("is_tied", [True, False], ids=["tied", "untied"])
+def test_a_colocated_engine_takes_the_adapter_as_it_is(tokenizer: Any, tmp_path: Path, is_tied: bool) -> None:
+    torch.manual_seed(1)
+    # Ranks and scales that differ between layers, and joined layers of which one part has no adapter.
+    patterns = {"rank_pattern": {"q_proj": 9}, "alpha_pattern": {"v_proj": 3}}
+    targets = ["q_proj", "v_proj", "o_proj", "up_proj", "down_proj"]
+    config = LoraConfig(r=4, target_modules=targets, init_lora_weights=False, **patterns)
+    model = get_peft_model(make_policy(tokenizer, is_tied=is_tied), config).eval()
+    generator = generator_of(model, tokenizer, settings(tmp_path, vllm_lora_as_adapter=True))
+    check_sync(model, generator)
+    check_samples(model, generator, tokenizer)
+
+    frozen = model.get_base_model().model.layers[0].self_attn.k_proj.weight
+    frozen.data.add_(0.3)  # unseen: a change of `data` is not counted
+    disturb(model)
+    generator.settings = replace(generator.settings, check_weights=False)
+    generator.sync(0)
+    assert gap(model, generator) > 1e-1, "the model under the adapter is not sent with every push"
+    with torch.no_grad():
+        frozen.add_(0.3)  # seen
+    generator.sync(0)
+    assert gap(model, generator) < 1e-4
 
 
 def check_samples(model: Any, generator: Any, tokenizer: Any) -> None:
@@ -217,14 +249,21 @@ def test_a_run_has_the_losses_it_has_with_transformers(
 
 
 @pytest.mark.parametrize(
-    ("mode", "topk", "add_tail"),
-    [("sampled_token", None, False), ("topk_logits", 5, False), ("topk_logits", 5, True)],
+    ("mode", "topk", "add_tail", "support"),
+    [
+        ("sampled_token", None, False, "teacher"),
+        ("topk_logits", 5, False, "teacher"),
+        ("topk_logits", 5, True, "teacher"),
+        ("topk_logits", 5, False, "student"),
+        ("topk_logits", 5, True, "student"),
+    ],
 )
 def test_a_served_teacher_gives_the_losses_of_a_local_one(
-    tokenizer: Any, tmp_path: Path, server: Server, mode: str, topk: int | None, add_tail: bool
+    tokenizer: Any, tmp_path: Path, server: Server, mode: str, topk: int | None, add_tail: bool, support: str
 ) -> None:
     changes = {
         "use_teacher_server": True,
+        "teacher_server_support": support,
         "teacher_model_kind": "live",
         "distillation_mode": mode,
         "distillation_topk": topk,
@@ -238,7 +277,9 @@ def test_a_served_teacher_gives_the_losses_of_a_local_one(
 
     def both(model: Any, inputs: Any, *rest: Any, **named: Any) -> Any:
         loss = compute(model, inputs, *rest, **named)
-        local = local_teacher(model, inputs, topk)
+        # On the student's support, what is done without a server; on the teacher's, the same with a local forward.
+        is_students = support == "student"
+        local = None if is_students else local_teacher(model, inputs, topk)
         args = trainer.args.objective
         terms, _ = token_loss(
             model,
@@ -246,7 +287,7 @@ def test_a_served_teacher_gives_the_losses_of_a_local_one(
             replace(inputs, served=local),
             args,
             lambda terms: objective(terms, inputs, args),
-            teacher=[],
+            teacher=[(model, 1.0)] if is_students else [],
         )
         seen.append((loss.item(), terms.loss.item()))
         return loss
@@ -350,3 +391,29 @@ def test_generation_kwargs_reach_the_engine(tokenizer: Any, tmp_path: Path, serv
     generator.sampling = choice.sampling
     [structured] = generator.generate([[9, 12]])
     assert tokenizer.decode(structured.ids, skip_special_tokens=True).strip() == word and not structured.is_truncated
+
+
+@pytest.mark.parametrize("mode", ["colocate", "server"])
+def test_a_stop_string_ends_a_completion(tokenizer: Any, tmp_path: Path, server: Server, mode: str) -> None:
+    place = of_server(server) if mode == "server" else {}
+    changes = {"mask_truncated_completions": True, "distillation_weight": 0.5}
+    trainer = trainer_of(tokenizer, settings(tmp_path, **place, **changes, generation_kwargs={"seed": 7}))
+    example = trainer.train_dataset[0]
+    whole = trainer.roll_out([example], "train")[0]
+    assert whole.completion.is_truncated and len(whole.completion.ids) == LENGTH
+    texts = [tokenizer.decode(whole.completion.ids[: i + 1]) for i in range(LENGTH)]
+    for place_of_stop in (2, LENGTH - 1):
+        stop = tokenizer.decode(whole.completion.ids[place_of_stop])
+        end = next(i for i, text in enumerate(texts) if stop in text) + 1
+        trainer.generator.sampling = replace(trainer.args.sampling, generation_kwargs={"seed": 7, "stop": [stop]})
+        found = trainer.roll_out([example], "train")[0]
+        # Its tokens, those of the stop string with them; also where it ends at the limit it is not cut.
+        assert found.completion.ids == whole.completion.ids[:end] and not found.completion.is_truncated
+        assert found.text == whole.text[: len(found.text)] and found.text.endswith(stop)
+        assert len(found.completion.sampled_logps) == end
+        expected = policy_logps(trainer.model, [*found.prompt_ids, *found.completion.ids])[len(found.prompt_ids) - 1 :]
+        assert (torch.tensor(found.completion.sampled_logps) - expected).abs().max() < 1e-4
+        [batch] = trainer.collect([example] * 4, "train")
+        assert batch.completion_mask[0].sum() == end == batch.policy_mask[0, :end].sum()
+    if mode == "server":
+        trainer.generator.client.close_communicator()

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import json
+import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +14,9 @@ import pytest
 import torch
 from conftest import MAX_LENGTH, NUM_BLOCKS, Server, free_port, make_policy, policy_logps
 from transformers import PreTrainedTokenizerFast, Qwen2ForCausalLM
+
+from sdpo.generation.server import Client
+from sdpo.generation.vllm import ProcessGroupPlane
 
 pytestmark = pytest.mark.vllm
 IDS = [8 + 7 * i % 40 for i in range(30)]  # words of the tokenizer
@@ -85,3 +92,32 @@ def test_the_server_takes_new_weights(tokenizer: PreTrainedTokenizerFast, server
             assert difference(policy, served_logps(server)) > DIFFERENCE
         send(server, policy)
         assert difference(policy, served_logps(server)) < TOLERANCE
+
+
+def test_a_server_that_cannot_join_is_not_waited_for() -> None:
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            models, size = {"data": [{"id": "tiny"}]}, {"world_size": 1}
+            self.answer(200, json.dumps({**models, **size}))
+
+        def do_POST(self) -> None:
+            self.answer(500, "no such host")
+
+        def answer(self, status: int, text: str) -> None:
+            self.send_response(status)
+            self.end_headers()
+            self.wfile.write(text.encode())
+
+        def log_message(self, *_: Any) -> None:
+            pass
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as failing:
+        threading.Thread(target=failing.serve_forever, daemon=True).start()
+        device, port = torch.device("cpu"), free_port()
+        client = Client(f"http://127.0.0.1:{failing.server_port}", group_port=port, timeout=60.0, device=device)
+        for _ in range(2):  # the port is free again
+            began = time.monotonic()
+            with pytest.raises(ConnectionError, match=r"did not take the weights.*no such host"):
+                ProcessGroupPlane().open(client, device)
+            assert time.monotonic() - began < 10
+        failing.shutdown()
