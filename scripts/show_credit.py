@@ -26,7 +26,8 @@ from demo_model import embedded_model
 from demo_tasks import TASKS, build_task
 
 from sdpo import SDPOTrainer
-from sdpo.reprompt import build_teacher_contexts, fit_teacher_prompt, is_success
+from sdpo.demonstrations import is_success
+from sdpo.reprompt import build_teacher_contexts, fit_teacher_prompt
 from sdpo.types import ScoredRollout, TeacherContext
 
 

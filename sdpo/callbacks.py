@@ -12,8 +12,10 @@ from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState
 from transformers.utils import logging
 
 from sdpo.collate import join_logps, teacher_context_tensors
+from sdpo.metrics import Metrics, count_distilled, observe_rewards, observe_rows
+from sdpo.reprompt import context_metrics
 from sdpo.teacher import Teacher
-from sdpo.types import Phase, Row, TrainingBatch
+from sdpo.types import Phase, RepromptSettings, Row, ScoredRollout, TeacherContext, TrainingBatch
 
 logger = logging.get_logger(__name__)
 
@@ -201,3 +203,36 @@ class Diagnostics:
             if holds and self.interval and (streak == 1 or streak % self.interval == 0):
                 message = _MESSAGES[name].format(threshold=self.threshold)
                 logger.warning("%s (%d in a row, %s)", message, streak, phase)
+
+
+def observe_block(
+    metrics: Metrics,
+    diagnostics: Diagnostics,
+    phase: Phase,
+    world: Sequence[ScoredRollout],
+    contexts: Sequence[TeacherContext],
+    rows: Sequence[Row],
+    *,
+    args: Any,
+    shown: RepromptSettings,
+) -> None:
+    """Adds the metrics of a block, and warns where it cannot teach.
+
+    `world`, `contexts`: of all ranks' rows; `rows`: of this rank's.
+    """
+    is_flat = observe_rewards(metrics, world, tolerance=diagnostics.tolerance)
+    observe_rows(metrics, rows)
+    found = context_metrics(world, contexts, shown)
+    metrics.add_all(found)
+    num_distilled = count_distilled(world, contexts, masks_truncated=args.mask_truncated_completions)
+    is_distilling = args.distillation_weight > 0
+    if is_distilling and not args.include_environment_feedback and any(row.feedback for row in world):
+        diagnostics.tell_once("unused_feedback")
+    diagnostics.observe(
+        phase,
+        flat_rewards=is_flat and args.distillation_weight < 1,
+        no_success=is_distilling
+        and args.use_successful_as_teacher
+        and found["self_distillation/success_group_fraction"][0] == 0,
+        inactive=is_distilling and num_distilled <= diagnostics.tolerance * len(world),
+    )

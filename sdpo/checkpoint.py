@@ -1,6 +1,7 @@
 """What a checkpoint holds besides the student: teacher, reference, the block in use, accumulators, and the layout.
 
-Files of `sdpo/` inside a checkpoint: `layout.json`, `teacher.safetensors`, `reference.safetensors`, and a file a rank.
+Files of `sdpo/` inside a checkpoint: `layout.json`; `teacher.safetensors` and `reference.safetensors`, or one of each
+a rank with its pieces (`teacher-rank0.safetensors`) where parameters are cut up; a file a rank for what differs.
 """
 
 from __future__ import annotations
@@ -21,8 +22,9 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, TrainOutput, get_l
 
 from sdpo import distributed
 from sdpo.callbacks import Diagnostics
+from sdpo.demonstrations import EarlierSuccesses
 from sdpo.metrics import Metrics, StageClock
-from sdpo.reprompt import EarlierSuccesses
+from sdpo.sharding import is_sharded, parallelism_of
 from sdpo.teacher import PolicyCopy, Teacher
 from sdpo.types import Block, Phase, Sequences, TrainingBatch
 
@@ -69,8 +71,8 @@ LAYOUT = (
 
 
 def layout_of(args: Any) -> dict[str, Any]:
-    """The settings of `LAYOUT`, as JSON has them."""
-    values = {name: getattr(args, name) for name in LAYOUT}
+    """The settings of `LAYOUT` and the kind of parallelism, as JSON has them."""
+    values = {"parallelism": parallelism_of(args), **{name: getattr(args, name) for name in LAYOUT}}
     layout: dict[str, Any] = json.loads(json.dumps(values, default=lambda value: type(value).__name__))
     return layout
 
@@ -93,7 +95,7 @@ def check_layout(checkpoint: str, args: Any) -> None:
         )
     saved, present = json.loads(path.read_text()), layout_of(args)
     changed = [
-        f"{name}: {saved.get(name)} there, {present[name]} here" for name in LAYOUT if saved.get(name) != present[name]
+        f"{name}: {saved.get(name)} there, {value} here" for name, value in present.items() if saved.get(name) != value
     ]
     if changed:
         raise ValueError(
@@ -189,6 +191,9 @@ class CheckpointedTrainer(Trainer):
     _resumed_from: str | None = None
     _resumed_log: tuple[float, int] = (0.0, 0)
 
+    model: Any
+    optimizer: Any
+
     # Made by the subclass.
     teacher: Teacher | None
     reference: PolicyCopy | None
@@ -237,16 +242,46 @@ class CheckpointedTrainer(Trainer):
     def _load_rng_state(self, checkpoint: str | None) -> None:
         """Nothing: the base class does it after the first batch is fetched, which here means after sampling."""
 
+    def _prepare_for_training(self, *args: Any, **kwargs: Any) -> Any:
+        self._place_copies()
+        if self.model_wrapped is self.model and not is_sharded(self.model):
+            # An evaluation before it marks the model as ready, though it has not been wrapped to average gradients:
+            # every rank would train alone.
+            self.model._is_accelerate_prepared = False
+        prepared = super()._prepare_for_training(*args, **kwargs)
+        self._start_teacher()
+        return prepared
+
+    def place(self) -> None:
+        """Cuts up student, teacher and reference for an evaluation before training; training does it by itself."""
+        if self.accelerator.is_fsdp2 and not is_sharded(self.model):
+            self._place_copies()
+            self.create_optimizer()  # FSDP2 places a model with its optimizer, and training will use both
+            self.model, self.optimizer = self.accelerator.prepare(self.model, self.optimizer)
+            self.model_wrapped = self.model
+            self._start_teacher()
+
+    def _place_copies(self) -> None:
+        """Puts teacher and reference where the student will be; before it, so that its first weights are theirs."""
+        for weights in self._kept_weights().values():
+            weights.place(self.accelerator)
+
+    def _start_teacher(self) -> None:
+        if self.teacher is not None:
+            self.teacher.start()
+
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         super()._load_optimizer_and_scheduler(checkpoint)
         if checkpoint is not None:
+            self._start_teacher()
             self._load_run_state(Path(checkpoint) / FOLDER)
 
     def _save_run_state(self, folder: Path) -> None:
         if self.args.should_save:
             (folder / "layout.json").write_text(json.dumps(layout_of(self.args), indent=2))
+        if self.args.should_save or is_sharded(self.model):
             for name, weights in self._kept_weights().items():
-                save_tensors(weights.state_dict(), folder / f"{name}.safetensors")
+                save_tensors(weights.state_dict(), folder / self._file_of(name))
         state = {
             "metrics": self.metrics["train"].snapshot(),
             "streaks": [(phase, name, number) for (phase, name), number in self.diagnostics.streaks.items()],
@@ -259,12 +294,15 @@ class CheckpointedTrainer(Trainer):
     def _load_run_state(self, folder: Path) -> None:
         for name, weights in self._kept_weights().items():
             if weights.state_dict():
-                weights.load_state_dict(load_tensors(folder / f"{name}.safetensors"))
+                weights.load_state_dict(load_tensors(folder / self._file_of(name)))
         self.block, state = load_rank(folder, self.args.process_index)
         self.metrics["train"].restore(state["metrics"])
         self.diagnostics.streaks.update({(phase, name): number for phase, name, number in state["streaks"]})
         self.earlier.load_state_dict(state["earlier_successes"])
         self._resumed_log = (state["loss_since_log"], state["logged_step"])
+
+    def _file_of(self, name: str) -> str:
+        return f"{name}-rank{self.args.process_index}.safetensors" if is_sharded(self.model) else f"{name}.safetensors"
 
     def _kept_weights(self) -> dict[str, Teacher | PolicyCopy]:
         """Weights besides the student's that a resumed run needs, by file name."""
@@ -274,6 +312,19 @@ class CheckpointedTrainer(Trainer):
         if self.reference is not None and (self.teacher is None or self.reference is not self.teacher.initial):
             kept["reference"] = self.reference
         return kept
+
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        """The student alone, whole, for `from_pretrained`. On every rank."""
+        plugin = self.accelerator.state.fsdp_plugin if self.accelerator.is_fsdp2 else None
+        if plugin is None or self._is_staging or "SHARDED" not in str(plugin.state_dict_type):
+            super().save_model(output_dir, _internal_call)
+            return
+        # With this type the base class writes nothing, and checkpoints have the pieces.
+        plugin.set_state_dict_type("FULL_STATE_DICT")
+        try:
+            super().save_model(output_dir, _internal_call)
+        finally:
+            plugin.set_state_dict_type("SHARDED_STATE_DICT")
 
     def _get_output_dir(self, trial: Any) -> str:
         final: str = super()._get_output_dir(trial)

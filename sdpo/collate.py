@@ -60,6 +60,21 @@ def collate(
     )
 
 
+def idle_batch(*, pad_token_id: int) -> TrainingBatch:
+    """A microbatch of one empty completion: a forward pass for a rank that has nothing left while others have."""
+    nothing = torch.zeros((1, 0), dtype=torch.bool)
+    read = lay_out([[pad_token_id]], [[]], [[0]], pad_token_id=pad_token_id)
+    return TrainingBatch(
+        student=read,
+        teacher=read,
+        completion_ids=nothing.long(),
+        completion_mask=nothing,
+        policy_mask=nothing,
+        distillation_mask=nothing,
+        advantages=torch.zeros(1),
+    )
+
+
 def _sampled_logps(completions: Sequence[Completion]) -> Tensor | None:
     """(B, T) log-probs of the sampler, 0 on padding; None unless every row has them."""
     found = [completion.sampled_logps for completion in completions if completion.sampled_logps is not None]

@@ -285,8 +285,8 @@ class SDPOConfig(TrainingArguments):
     )
     ds3_gather_for_generation: bool = _setting(
         True,
-        "DeepSpeed ZeRO-3: gather the whole weights to generate. False: slower, for models that do not fit on one "
-        "device; not with vLLM.",
+        "FSDP2 and DeepSpeed ZeRO-3: gather the whole weights to generate. False: much slower, for models that do "
+        "not fit on one device; not with vLLM.",
     )
     generation_batch_size: int | None = _setting(
         None,

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import astuple, fields
 from typing import Any, TypeVar
 
@@ -40,6 +41,34 @@ def gather_rows(rows: list[T], accelerator: Accelerator) -> tuple[list[T], int]:
 def gather_values(value: T, accelerator: Accelerator) -> list[T]:
     """The value of every rank, in rank order. `value` is any picklable object."""
     return [value] if accelerator.num_processes == 1 else gather_object([value])
+
+
+@contextmanager
+def together(accelerator: Accelerator, *, is_joint: bool = False) -> Iterator[None]:
+    """Ends every rank with an error that one of them has inside, so that none waits for it for ever.
+
+    All ranks go through it. `is_joint`: what is inside is one thing that the ranks do together. Whoever fails half-way
+    in it can tell nobody: its error ends its own process, and the launcher the others.
+    """
+    if is_joint:
+        yield
+        return
+    error = None
+    try:
+        yield
+    except Exception as raised:
+        error = raised
+    texts = gather_values(None if error is None else f"{type(error).__name__}: {error}", accelerator)
+    if error is not None:
+        raise error
+    for rank, text in enumerate(texts):
+        if text is not None:
+            raise RuntimeError(f"Rank {rank} failed. {text}")
+
+
+def num_behind(number: int, accelerator: Accelerator) -> int:
+    """How much smaller the number is than the largest among the ranks."""
+    return max(gather_values(number, accelerator)) - number
 
 
 def wait(accelerator: Accelerator) -> None:

@@ -11,12 +11,15 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+from accelerate import Accelerator
 from accelerate.utils import is_peft_model
 from torch import Tensor, nn
 
 from sdpo.chunk import ServedValues, Taught, TeacherInput, TokenValues
 from sdpo.collate import lay_out
+from sdpo.distributed import from_main
 from sdpo.heads import AFTER_HEAD, Head, find_head
+from sdpo.sharding import whole, whole_in_backward, whole_model
 from sdpo.token_values import Slopes, token_values, top_support
 from sdpo.types import LossTerms, ObjectiveSettings, Sequences, TokenTerms, TrainingBatch
 
@@ -48,6 +51,22 @@ def check_head(model: Any) -> None:
             f"(known by config field: {', '.join(AFTER_HEAD)}). Please report the model type "
             f"{model.config.model_type!r}."
         )
+
+
+def try_model(model: Any, accelerator: Accelerator) -> bool:
+    """Whether rows can share a prompt (`can_share_prompts`), of a model that `check_head` lets through. On every rank.
+
+    It is tried on the main process: the others may not even have the weights yet.
+    """
+
+    def found() -> bool:
+        check_head(model)
+        return can_share_prompts(model)
+
+    # On every rank before it is wrapped: hooks run in the order they came, and all ranks must have the same.
+    _Tap.on(find_head(model).module)
+    with whole_model(model, accelerator):
+        return from_main(found, accelerator)
 
 
 class _Tap:
@@ -85,10 +104,14 @@ def hidden_states(model: nn.Module, sequences: Sequences, *, head: Head) -> Tens
     tap = _Tap.on(head.module)
     tap.is_open = True
     try:
-        model(input_ids=sequences.ids, attention_mask=mask, use_cache=False, **inputs)
+        output = model(input_ids=sequences.ids, attention_mask=mask, use_cache=False, **inputs)
         assert tap.taken is not None, "the model did not call its output head"
         # Prompt tuning puts tokens of its own before the sequence; they predict nothing here.
-        return tap.taken[:, -sequences.ids.shape[1] :].flatten(0, 1)
+        hidden = tap.taken[:, -sequences.ids.shape[1] :].flatten(0, 1)
+        if output.logits.requires_grad and not hidden.requires_grad:
+            # Only the head is trained. FSDP2 collects gradients in a backward pass through the model's output.
+            hidden = hidden + output.logits.flatten()[:0].sum()
+        return hidden
     finally:
         tap.is_open, tap.taken = False, None
 
@@ -175,7 +198,9 @@ class TokenIndex:
 @torch.no_grad()
 def completion_logps(model: nn.Module, head: Head, batch: TrainingBatch, settings: ObjectiveSettings) -> Tensor:
     """(B, T) log-probs of the tokens that some loss trains on, in evaluation mode, no gradient, 0 elsewhere."""
-    return _logps(head, _read(model, batch.student, head=head), batch, settings)
+    hidden = _read(model, batch.student, head=head)
+    with whole([(model, head.module)]):
+        return _logps(head, hidden, batch, settings)
 
 
 @torch.no_grad()
@@ -184,7 +209,8 @@ def student_support(model: nn.Module, head: Head, batch: TrainingBatch, settings
     assert settings.topk is not None
     index = TokenIndex.of(batch.distillation_mask)
     hidden = _read(model, batch.student, head=head)[index.of_grid(batch.student.predictors)]
-    return index.spread(top_support(head, hidden, settings.topk))
+    with whole([(model, head.module)]):
+        return index.spread(top_support(head, hidden, settings.topk))
 
 
 @torch.no_grad()
@@ -215,12 +241,6 @@ def token_loss(
     distilled, or where the batch has what a server said of it. Their forward has no gradient.
     """
     student = hidden_states(model, batch.student, head=head)
-    if couples_tokens(batch, settings):
-        known = _logps(head, student, batch, settings)
-    else:
-        known = (
-            torch.zeros_like(batch.completion_ids, dtype=torch.float32) if batch.old_logps is None else batch.old_logps
-        )
     is_taught = bool(teacher) or batch.served is not None
     taught_mask = batch.distillation_mask if is_taught else torch.zeros_like(batch.distillation_mask)
     parts: list[tuple[TokenIndex, TeacherInput]] = []
@@ -229,7 +249,28 @@ def token_loss(
         parts.append((index, _teacher_input(batch, index, teacher)))
     if settings.weight < 1:  # tokens that only the policy term trains on
         parts.append((TokenIndex.of(batch.policy_mask & ~taught_mask), []))
+    # After the last forward pass, and in force until the backward pass: see `whole`.
+    with whole([(model, head.module), *((part, find_head(part).module) for part, _ in teacher)]):
+        terms, anchor = _token_terms(head, student, batch, settings, loss, parts)
+    found = loss(terms)
+    return replace(found, loss=found.loss + whole_in_backward(anchor, head.module)), terms
 
+
+def _token_terms(
+    head: Head,
+    student: Tensor,
+    batch: TrainingBatch,
+    settings: ObjectiveSettings,
+    loss: Loss,
+    parts: Sequence[tuple[TokenIndex, TeacherInput]],
+) -> tuple[TokenTerms, Tensor]:
+    """Per-token values of hidden states (S * L, H), for parts of the tokens that do not overlap, and their anchor."""
+    if couples_tokens(batch, settings):
+        known = _logps(head, student, batch, settings)
+    elif batch.old_logps is None:
+        known = torch.zeros_like(batch.completion_ids, dtype=torch.float32)
+    else:
+        known = batch.old_logps
     grids, anchors = [], []
     for index, taught in parts:
         hidden, ids = student[index.of_grid(batch.student.predictors)], index.of_grid(batch.completion_ids)
@@ -239,9 +280,7 @@ def token_loss(
         anchors.append(anchor)
     logps, entropy, distance, credit = (_total(column) for column in zip(*grids, strict=True))
     assert logps is not None and entropy is not None
-    terms = TokenTerms(logps, entropy, distance, credit)
-    found = loss(terms)
-    return replace(found, loss=found.loss + sum(anchors)), terms
+    return TokenTerms(logps, entropy, distance, credit), torch.stack(anchors).sum()
 
 
 def _teacher_input(

@@ -49,7 +49,8 @@ class Head:
         weight = self.module.weight
         is_narrow = weight.dtype != torch.float32 or torch.is_autocast_enabled(weight.device.type)
         if out is None or is_narrow or not self.is_plain or torch.is_grad_enabled():
-            output = self.module(hidden)
+            # Not by calling the module: hooks of wrappers take it for a forward pass of the model.
+            output = self.module.forward(hidden)
         elif self.module.bias is None:
             output = torch.mm(hidden, weight.T, out=out)
         else:

@@ -6,59 +6,18 @@ of it in the chat template is decided in `tokenization`.
 
 from __future__ import annotations
 
-import hashlib
-import json
-import random
-import re
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
+from sdpo.demonstrations import Demonstration, EarlierSuccesses, by_group, choose, is_success, shown_text
 from sdpo.templates import around_question, fill_template
 from sdpo.types import DemonstrationSource, Message, Prompt, RepromptSettings, ScoredRollout, TeacherContext
 
 CUT_MARKER = "\n[...]\n"
 """Stands where the middle of a demonstration or of a feedback text was cut out."""
 
-_CLOSED_THINKING = re.compile(r"<think>.*?</think>", re.DOTALL)
-
 
 # --- which context each row gets -------------------------------------------------------------------------------------
-
-
-class Demonstration(NamedTuple):
-    """The text of a success, with what it is chosen by. `row`: its index in the block, None for an earlier one's."""
-
-    text: str
-    reward: float
-    num_tokens: int
-    row: int | None
-
-
-class EarlierSuccesses:
-    """The latest `size` successes of each prompt, over the blocks of a run."""
-
-    def __init__(self, size: int):
-        self.size = size
-        self.by_prompt: dict[str, list[Demonstration]] = {}
-
-    def of(self, prompt: Prompt) -> list[Demonstration]:
-        """Those of this prompt, the oldest first."""
-        return self.by_prompt.get(_key(prompt), [])
-
-    def add(self, rows: Sequence[ScoredRollout], settings: RepromptSettings) -> None:
-        """Takes in a block's successes."""
-        if not self.size:
-            return
-        for found in _by_group(rows, settings).values():
-            kept = self.by_prompt.setdefault(_key(rows[found[0].row or 0].rollout.prompt), [])
-            kept += [demonstration._replace(row=None) for demonstration in found]
-            del kept[: -self.size]
-
-    def state_dict(self) -> dict[str, list[tuple[str, float, int, None]]]:
-        return {key: [(d.text, d.reward, d.num_tokens, None) for d in kept] for key, kept in self.by_prompt.items()}
-
-    def load_state_dict(self, state: Mapping[str, Sequence[tuple[str, float, int, None]]]) -> None:
-        self.by_prompt = {key: [Demonstration(*values) for values in kept] for key, kept in state.items()}
 
 
 def build_teacher_contexts(
@@ -76,7 +35,7 @@ def build_teacher_contexts(
     several; `seed` and the row's index decide what "random" means. Feedback is given to rows that are no success.
     `rows` must hold whole groups, in any order.
     """
-    siblings = _by_group(rows, settings) if settings.use_successful_as_teacher else {}
+    siblings = by_group(rows, settings) if settings.use_successful_as_teacher else {}
     contexts = []
     for index, row in enumerate(rows):
         others = [
@@ -84,65 +43,15 @@ def build_teacher_contexts(
             for demonstration in siblings.get(row.rollout.group, [])
             if demonstration.row != index or not settings.dont_reprompt_on_self_success
         ]
-        shown = _chosen(others, settings, seed=(seed, index))
+        shown = choose(others, settings, seed=(seed, index))
         source: DemonstrationSource = "sibling"
         if shown is None and earlier is not None:
-            shown, source = _chosen(earlier.of(row.rollout.prompt), settings, seed=(seed, index)), "earlier"
+            shown, source = choose(earlier.of(row.rollout.prompt), settings, seed=(seed, index)), "earlier"
         given = row.solution if settings.demonstration_column is not None else None
-        if shown is None and (text := _shown_text(given or "", settings)):
+        if shown is None and (text := shown_text(given or "", settings)):
             shown, source = Demonstration(text, reward=0.0, num_tokens=0, row=None), "column"
         contexts.append(_context(row, shown, source, settings))
     return contexts
-
-
-def is_success(row: ScoredRollout, settings: RepromptSettings) -> bool:
-    """Whether the weighted reward reaches the threshold; False without a reward."""
-    return row.reward is not None and row.reward >= settings.success_reward_threshold
-
-
-def remove_thinking(text: str) -> str:
-    """The text outside of thinking blocks, stripped.
-
-    A block that the chat template opened has only its end in the text: all before it goes. A block that was never
-    closed goes from its start on.
-    """
-    text = _CLOSED_THINKING.sub("", text)
-    text = text.rpartition("</think>")[2]
-    return text.partition("<think>")[0].strip()
-
-
-def _by_group(rows: Sequence[ScoredRollout], settings: RepromptSettings) -> dict[int, list[Demonstration]]:
-    """The successes that have something to show, by group, in the rows' order."""
-    found: dict[int, list[Demonstration]] = {}
-    for index, row in enumerate(rows):
-        if row.reward is not None and is_success(row, settings) and (text := _shown_text(row.rollout.text, settings)):
-            demonstration = Demonstration(text, row.reward, len(row.rollout.completion.ids), index)
-            found.setdefault(row.rollout.group, []).append(demonstration)
-    return found
-
-
-def _shown_text(text: str, settings: RepromptSettings) -> str:
-    """What of a solution is shown; empty where nothing but blanks is left."""
-    if settings.remove_thinking_from_demonstration:
-        text = remove_thinking(text)
-    return text if text.strip() else ""
-
-
-def _chosen(
-    found: Sequence[Demonstration], settings: RepromptSettings, *, seed: tuple[int, int]
-) -> Demonstration | None:
-    """One of the successes; the first among equals. None of none."""
-    if not found:
-        return None
-    match settings.demonstration_selection:
-        case "first":
-            return found[0]
-        case "random":
-            return random.Random(f"{seed}").choice(found)
-        case "shortest":
-            return min(found, key=lambda demonstration: demonstration.num_tokens)
-        case "best":
-            return max(found, key=lambda demonstration: demonstration.reward)
 
 
 def _context(
@@ -166,11 +75,6 @@ def _context(
 
 def _has_feedback(row: ScoredRollout) -> bool:
     return row.feedback is not None and bool(row.feedback.strip())
-
-
-def _key(prompt: Prompt) -> str:
-    """A short name for a prompt, the same in every process."""
-    return hashlib.sha256(json.dumps(prompt, sort_keys=True, default=str).encode()).hexdigest()[:32]
 
 
 # --- the prompt ------------------------------------------------------------------------------------------------------

@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping, Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
+from accelerate import Accelerator
 from accelerate.utils import is_peft_model
 from torch import Tensor, nn
 
+from sdpo.sharding import local, place_copy, reshard
 from sdpo.types import TeacherSettings
 
 Parts = Sequence[tuple[nn.Module, float]]
@@ -33,12 +35,23 @@ class Teacher(Protocol):
         """The policy at the start, where the teacher keeps it."""
         ...
 
+    def place(self, accelerator: Accelerator) -> None:
+        """Puts its weights where the student's are or will be, cut up over the ranks as they are. On every rank."""
+        ...
+
+    def start(self) -> None:
+        """Takes up the student's parameters as they are placed, before the first step."""
+        ...
+
     def update(self, step: int) -> None:
         """Follows the student after optimizer step number `step` (from 1)."""
         ...
 
     def state_dict(self) -> dict[str, Tensor]:
-        """What has to come back on resume; empty where the student's own checkpoint has it all."""
+        """What has to come back on resume; empty where the student's own checkpoint has it all.
+
+        Of parameters that are cut up over the ranks, the pieces of this one.
+        """
         ...
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
@@ -63,19 +76,27 @@ class PolicyCopy:
                 "shared with the student. Leave teacher_dtype out, or train all parameters."
             )
         shared = {id(p): p for p in student.parameters() if not p.requires_grad}
+        self._student = student
+        self._keeps: Any = None
         self.names = [name for name, p in student.named_parameters() if p.requires_grad]
         self.model = copy.deepcopy(student, memo=dict(shared)).requires_grad_(False).eval()
         if dtype is not None:
             for parameter in self.trained():
                 parameter.data = parameter.data.to(dtype)
 
+    def place(self, accelerator: Accelerator) -> None:
+        """Puts it where the student is or will be, cut up over the ranks as it is. On every rank."""
+        if self._keeps is None:
+            self._keeps = place_copy(self.model, self._student, accelerator)
+
     def trained(self) -> list[Tensor]:
         """The copies of the trained parameters, in the order of `names`."""
+        reshard(self.model)
         parameters = dict(self.model.named_parameters())
         return [parameters[name] for name in self.names]
 
     def state_dict(self) -> dict[str, Tensor]:
-        return {name: parameter.detach() for name, parameter in zip(self.names, self.trained(), strict=True)}
+        return {name: local(parameter) for name, parameter in zip(self.names, self.trained(), strict=True)}
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         copy_all(self.trained(), [state[name] for name in self.names])
@@ -88,6 +109,12 @@ class LiveTeacher:
 
     def __init__(self, student: nn.Module):
         self.parts = [(student, 1.0)]
+
+    def place(self, accelerator: Accelerator) -> None:
+        pass
+
+    def start(self) -> None:
+        pass
 
     def update(self, step: int) -> None:
         pass
@@ -105,6 +132,12 @@ class FrozenTeacher:
     def __init__(self, student: nn.Module, *, dtype: torch.dtype | None):
         self.initial = PolicyCopy(student, dtype=dtype)
         self.parts = [(self.initial.model, 1.0)]
+
+    def place(self, accelerator: Accelerator) -> None:
+        self.initial.place(accelerator)
+
+    def start(self) -> None:
+        pass
 
     def update(self, step: int) -> None:
         pass
@@ -137,39 +170,65 @@ class EMATeacher:
         self.parts = [(self.copy.model, 1.0)]
         self.rate = rate
         self.sync_steps = sync_steps
-        parameters = dict(student.named_parameters())
-        self._student: list[Tensor] = [parameters[name] for name in self.copy.names]
-        # A float32 copy is its own average; one of another dtype is written from it.
-        self._average = [
-            own if own.dtype == torch.float32 else given.detach().to(torch.float32, copy=True)
-            for own, given in zip(self.copy.trained(), self._student, strict=True)
+        self._module = student
+        self._student: list[nn.Parameter] = []
+        self._beside: list[Tensor | None] = []
+        self.start()
+
+    def place(self, accelerator: Accelerator) -> None:
+        self.copy.place(accelerator)
+
+    def start(self) -> None:
+        reshard(self._module)
+        # By their order: a wrapper may change the names of the student's.
+        student = [p for p in self._module.parameters() if p.requires_grad]
+        if [id(p) for p in student] == [id(p) for p in self._student]:
+            return
+        self._student = student
+        # A float32 copy is its own average; one of another dtype has its average beside it.
+        self._beside = [
+            None if own.dtype == torch.float32 else local(given).to(torch.float32, copy=True)
+            for own, given in zip(self.copy.trained(), student, strict=True)
         ]
+
+    def _average(self) -> list[Tensor]:
+        pairs = zip(self.copy.trained(), self._beside, strict=True)
+        return [local(own) if beside is None else beside for own, beside in pairs]
+
+    def _write(self) -> None:
+        """Writes the copies that are of another dtype than their averages."""
+        for own, beside in zip(self.copy.trained(), self._beside, strict=True):
+            if beside is not None:
+                copy_all([own], [beside])
 
     @torch.no_grad()
     def update(self, step: int) -> None:
         if step % self.sync_steps:
             return
-        if all(parameter.dtype == torch.float32 for parameter in self._student):
-            torch._foreach_lerp_(self._average, self._student, self.rate)
+        averages, student = self._average(), [local(p) for p in self._student]
+        if all(parameter.dtype == torch.float32 for parameter in student):
+            torch._foreach_lerp_(averages, student, self.rate)
         else:
-            for average, parameter in zip(self._average, self._student, strict=True):
+            for average, parameter in zip(averages, student, strict=True):
                 average.lerp_(parameter.float(), self.rate)
-        copy_all(self.copy.trained(), self._average)
+        self._write()
 
     def state_dict(self) -> dict[str, Tensor]:
-        return dict(zip(self.copy.names, self._average, strict=True))
+        return dict(zip(self.copy.names, self._average(), strict=True))
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        copy_all(self._average, [state[name] for name in self.copy.names])
-        copy_all(self.copy.trained(), self._average)
+        copy_all(self._average(), [state[name] for name in self.copy.names])
+        self._write()
 
 
 @torch.no_grad()
 def copy_all(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
-    """Writes the sources into the targets, whatever the dtypes and devices; one that is its own source stays."""
+    """Writes the sources into the targets, whatever the dtypes and devices.
+
+    Of a parameter that is cut up over the ranks, this rank's piece.
+    """
     for target, source in zip(targets, sources, strict=True):
-        if target is not source:
-            target.copy_(source)
+        local(target).copy_(source)
 
 
 def build_teacher(student: nn.Module, settings: TeacherSettings) -> Teacher:

@@ -18,7 +18,8 @@ import torch
 from transformers.utils import logging
 
 from sdpo.data import select_columns
-from sdpo.reprompt import build_teacher_contexts, fit_teacher_prompt, is_success
+from sdpo.demonstrations import is_success
+from sdpo.reprompt import build_teacher_contexts, fit_teacher_prompt
 from sdpo.types import RepromptSettings, Rollout, ScoredRollout, TeacherContext
 
 if TYPE_CHECKING:
@@ -108,6 +109,7 @@ def compare_teacher(trainer: SDPOTrainer, *, dataset: Any = None, num_prompts: i
 
     Samples `num_generations` answers a question from the student, and for each answer that has a context one from the
     teacher. Success is `success_reward_threshold`, as in training. The random state of the run is left as it was.
+    With several processes, every one samples all of it and comes to an answer of its own.
     Warns where the teacher is not clearly better: a teacher that answers worse pulls the student down.
 
     Raises:
@@ -179,11 +181,11 @@ def _teacher_accuracy(
             if is_wanted(fitted):
                 chosen.append(i)
                 prompts.append(prompt)
-    if not chosen:
-        return None
     prompt_ids = trainer.tokenizer.encode(prompts)
     trainer.generator.sync(trainer.state.global_step)
-    completions = trainer.generator.generate(prompt_ids)
+    completions = trainer.generator.generate(prompt_ids)  # also of nothing: other ranks may have chosen something
+    if not chosen:
+        return None
     texts = trainer.tokenizer.decode_batch([completion.ids for completion in completions])
     answers = [
         Rollout(attempts[i].rollout.group, attempts[i].rollout.prompt, ids, completion, text)

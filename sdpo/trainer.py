@@ -16,19 +16,21 @@ from transformers.trainer_utils import EvalLoopOutput
 
 from sdpo import distributed, forward, loading, sources, tokenization
 from sdpo.blocks import BlockTrainer
-from sdpo.callbacks import Diagnostics, KeepGenerationConfig, TeacherUpdate, call_hooks
+from sdpo.callbacks import Diagnostics, KeepGenerationConfig, TeacherUpdate, call_hooks, observe_block
 from sdpo.checkpoint import CheckpointedTrainer
-from sdpo.collate import collate, count_trained
+from sdpo.collate import collate, count_trained, idle_batch
 from sdpo.config import SDPOConfig
 from sdpo.data import Example, rows_of_step
+from sdpo.demonstrations import EarlierSuccesses, for_other_ranks
 from sdpo.generation import Generator, build_generator
 from sdpo.heads import find_head
 from sdpo.losses.objective import blend, objective
 from sdpo.losses.policy import group_advantages
-from sdpo.metrics import Metrics, StageClock, count_distilled, merge, observe_rewards, observe_rows
-from sdpo.reprompt import EarlierSuccesses, build_teacher_contexts, context_metrics, fit_teacher_prompt
+from sdpo.metrics import Metrics, StageClock, merge
+from sdpo.reprompt import build_teacher_contexts, fit_teacher_prompt
 from sdpo.rewards import RewardScorer
 from sdpo.served_teacher import Scorer, attach_served
+from sdpo.sharding import check_placement, is_sharded
 from sdpo.teacher import PolicyCopy, Teacher, build_teacher
 from sdpo.types import Block, Phase, Prompt, Rollout, Row, ScoredRollout, TeacherContext, TrainingBatch
 
@@ -90,9 +92,9 @@ class SDPOTrainer(BlockTrainer, CheckpointedTrainer):
             callbacks=callbacks,
             optimizers=optimizers,
         )
-        forward.check_head(self.model)
+        check_placement(self.accelerator, args)
         hidden_size = self.model.config.get_text_config().hidden_size
-        self.token_cost = 6.0 * hidden_size if forward.can_share_prompts(self.model) else None
+        self.token_cost = 6.0 * hidden_size if forward.try_model(self.model, self.accelerator) else None
         self.scorer = RewardScorer(
             reward_funcs,
             reward_weights=args.reward_weights,
@@ -104,6 +106,7 @@ class SDPOTrainer(BlockTrainer, CheckpointedTrainer):
             demonstration_column=args.demonstration_column,
         )
         self._build_stages()
+        set_seed(args.seed + args.process_index)  # each rank samples with random numbers of its own
 
     @staticmethod
     def _prompt_tokenizer(model: nn.Module, processing_class: Any, args: SDPOConfig) -> tokenization.PromptTokenizer:
@@ -130,6 +133,7 @@ class SDPOTrainer(BlockTrainer, CheckpointedTrainer):
             eos_token_ids=self.tokenizer.eos_token_ids,
             sampling=args.sampling,
             engine=args.engine if args.use_vllm else None,
+            gathers_weights=args.ds3_gather_for_generation,
         )
         self.teacher: Teacher | None = None
         if args.distillation_weight > 0:
@@ -175,31 +179,39 @@ class SDPOTrainer(BlockTrainer, CheckpointedTrainer):
 
         A rank may have no rows of an evaluation's last block; it takes part in what the ranks do together.
         """
+        pad_token_id = self.tokenizer.tokenizer.pad_token_id
         with self.clock.timed("generation"):
             rollouts = self.roll_out(examples, phase)
-        with self.clock.timed("scoring"):
+        with self.clock.timed("scoring"), distributed.together(self.accelerator):
             scored = self.scorer.score(rollouts, examples, trainer_state=self.state) if rollouts else []
         with self.clock.timed("contexts"):
             rows = self._add_contexts(scored, phase)
         with self.clock.timed("collation"):
             size = self.args.per_device_train_batch_size if phase == "train" else self.args.eval_batch_size
             batches = [self._collate(rows[i : i + size]) for i in range(0, len(rows), size)]
+            if phase == "eval" and is_sharded(self.model):  # a forward pass is one of all ranks
+                num_idle = distributed.num_behind(len(batches), self.accelerator)
+                batches += [idle_batch(pad_token_id=pad_token_id)] * num_idle
         with self.clock.timed("logps"):
             batches = self._add_logps(batches, phase)
-        call_hooks(self, phase, rows, batches, pad_token_id=self.tokenizer.tokenizer.pad_token_id)
+        with distributed.together(self.accelerator):
+            call_hooks(self, phase, rows, batches, pad_token_id=pad_token_id)
         return batches
 
     def roll_out(self, examples: Sequence[Example], phase: Phase) -> list[Rollout]:
         """Completions of this rank's rows."""
         prompts = [example["prompt"] for example in examples]
-        self.tokenizer.check_prompts(prompts)
-        encoded = self.tokenizer.encode_prompts(prompts)
+        with distributed.together(self.accelerator):
+            self.tokenizer.check_prompts(prompts)
+            encoded = self.tokenizer.encode_prompts(prompts)
         if num_cut := sum(was_cut for _, was_cut in encoded):
             counts = {"num_cut": num_cut, "num_prompts": len(encoded), "limit": self.args.max_prompt_length}
             self.diagnostics.tell_once("long_prompts", **counts)
-        self.generator.sync(self.state.global_step)
-        completions = self.generator.generate([ids for ids, _ in encoded])
-        texts = self.tokenizer.decode_batch([completion.ids for completion in completions])
+        is_joint = is_sharded(self.model) and not self.args.ds3_gather_for_generation
+        with distributed.together(self.accelerator, is_joint=is_joint):
+            self.generator.sync(self.state.global_step)
+            completions = self.generator.generate([ids for ids, _ in encoded])
+            texts = self.tokenizer.decode_batch([completion.ids for completion in completions])
         start, num_generations = distributed.first_row(len(examples), self.accelerator), self.num_generations(phase)
         return [
             Rollout((start + i) // num_generations, prompts[i], ids, completions[i], texts[i], was_cut)
@@ -208,7 +220,9 @@ class SDPOTrainer(BlockTrainer, CheckpointedTrainer):
 
     def _add_contexts(self, scored: list[ScoredRollout], phase: Phase) -> list[Row]:
         """Advantages and teacher prompts of this rank's rows, made from whole groups over all ranks."""
-        world, start = distributed.gather_rows(scored, self.accelerator)
+        public = for_other_ranks(scored, self.reprompt, num_generations=self.num_generations(phase))
+        world, start = distributed.gather_rows(public, self.accelerator)
+        world[start : start + len(scored)] = scored
         rewards = torch.tensor([math.nan if row.reward is None else row.reward for row in world])
         groups = torch.tensor([row.rollout.group for row in world])
         advantages = group_advantages(rewards, groups, scale=self.args.scale_rewards).tolist()
@@ -216,8 +230,12 @@ class SDPOTrainer(BlockTrainer, CheckpointedTrainer):
         contexts = build_teacher_contexts(world, self.reprompt, earlier=earlier, seed=self.state.global_step)
         earlier.add(world, self.reprompt)
         ids_of = self.tokenizer.remembering()
-        rows = [self._row(row, contexts[start + i], advantages[start + i], ids_of) for i, row in enumerate(scored)]
-        self._observe(world, rows, phase)
+        with distributed.together(self.accelerator):
+            rows = [self._row(row, contexts[start + i], advantages[start + i], ids_of) for i, row in enumerate(scored)]
+        contexts, _ = distributed.gather_rows([row.context.without_texts() for row in rows], self.accelerator)
+        observe_block(
+            self.metrics[phase], self.diagnostics, phase, world, contexts, rows, args=self.args, shown=self.reprompt
+        )
         return rows
 
     def _row(
@@ -274,7 +292,8 @@ class SDPOTrainer(BlockTrainer, CheckpointedTrainer):
         head = find_head(self.accelerator.unwrap_model(model))
         loss_of = partial(objective, batch=inputs, settings=settings)
         loss, _ = forward.token_loss(model, head, inputs, settings, loss_of, teacher=parts)
-        self.metrics["train" if model.training else "eval"].add_all(loss.sums)
+        if model.training or inputs.completion_ids.numel():  # not an idle batch
+            self.metrics["train" if model.training else "eval"].add_all(loss.sums)
         # The wrapper averages gradients over ranks, and the counts are already those of all ranks.
         return loss.loss * self.accelerator.num_processes
 
@@ -307,6 +326,7 @@ class SDPOTrainer(BlockTrainer, CheckpointedTrainer):
 
     def evaluation_loop(self, *args: Any, metric_key_prefix: str = "eval", **kwargs: Any) -> EvalLoopOutput:
         self.metrics["eval"].clear()
+        self.place()
         output = super().evaluation_loop(*args, metric_key_prefix=metric_key_prefix, **kwargs)
         values = self._drain("eval")
         values["loss"] = blend(
@@ -328,23 +348,3 @@ class SDPOTrainer(BlockTrainer, CheckpointedTrainer):
         if names := sorted(name for name, value in values.items() if not math.isfinite(value or 0.0)):
             self.diagnostics.tell_once("not_finite", step=self.state.global_step, names=", ".join(names))
         return values
-
-    def _observe(self, world: list[ScoredRollout], rows: list[Row], phase: Phase) -> None:
-        contexts, _ = distributed.gather_rows([row.context.without_texts() for row in rows], self.accelerator)
-        metrics = self.metrics[phase]
-        is_flat = observe_rewards(metrics, world, tolerance=self.diagnostics.tolerance)
-        observe_rows(metrics, rows)
-        found = context_metrics(world, contexts, self.reprompt)
-        metrics.add_all(found)
-        num_distilled = count_distilled(world, contexts, masks_truncated=self.args.mask_truncated_completions)
-        is_distilling = self.args.distillation_weight > 0
-        if is_distilling and not self.args.include_environment_feedback and any(row.feedback for row in world):
-            self.diagnostics.tell_once("unused_feedback")
-        self.diagnostics.observe(
-            phase,
-            flat_rewards=is_flat and self.args.distillation_weight < 1,
-            no_success=is_distilling
-            and self.args.use_successful_as_teacher
-            and found["self_distillation/success_group_fraction"][0] == 0,
-            inactive=is_distilling and num_distilled <= self.diagnostics.tolerance * len(world),
-        )

@@ -5,14 +5,13 @@ from dataclasses import replace
 
 import pytest
 
+from sdpo.demonstrations import EarlierSuccesses, remove_thinking
 from sdpo.reprompt import (
     CUT_MARKER,
-    EarlierSuccesses,
     build_teacher_contexts,
     content_text,
     context_metrics,
     fit_teacher_prompt,
-    remove_thinking,
     teacher_prompt,
     with_question,
 )

@@ -33,6 +33,7 @@ def build_generator(
     eos_token_ids: Sequence[int],
     sampling: SamplingSettings,
     engine: EngineSettings | None,
+    gathers_weights: bool = True,
 ) -> Generator:
     """The generator that the settings ask for; `engine` None: the policy itself, by transformers."""
     common: dict[str, Any] = {"accelerator": accelerator, "sampling": sampling, "eos_token_ids": eos_token_ids}
@@ -54,4 +55,5 @@ def build_generator(
             eos_token_ids=eos_token_ids,
         ),
         is_plain=is_plain_sampling(sampling),
+        gathers_weights=gathers_weights,
     )

@@ -10,6 +10,7 @@ import torch
 from accelerate import Accelerator
 from torch import nn
 
+from sdpo.sharding import reshard
 from sdpo.types import Completion, SamplingSettings
 
 PROBE_LENGTH = 8
@@ -46,6 +47,7 @@ def completion_of(ids: list[int], logps: Sequence[float | None] | None, *, is_tr
 
 def weights_of(model: nn.Module, step: int) -> tuple[int, int]:
     """Changes when the parameters are written to: by an optimizer step, or by loading a checkpoint."""
+    reshard(model)  # a parameter and its whole have versions of their own
     return step, sum(parameter._version for parameter in model.parameters())
 
 

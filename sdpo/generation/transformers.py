@@ -15,6 +15,7 @@ from transformers import DynamicCache, GenerationConfig
 from transformers.cache_utils import DynamicLayer
 
 from sdpo.collate import pad
+from sdpo.sharding import is_sharded, whole_model
 from sdpo.types import Completion, SamplingSettings
 
 
@@ -23,6 +24,9 @@ class TransformersGenerator:
 
     A prompt is read once for all its completions. Where sampling is plain (a temperature and nothing else), tokens are
     drawn here and finished completions leave the batch; any other setting goes through `model.generate`.
+
+    A policy that is cut up over the ranks is made whole for it, and then each rank draws at its own pace. With
+    `gathers_weights` False it stays cut up: `generate` goes on until the last rank has finished.
     """
 
     def __init__(
@@ -32,11 +36,13 @@ class TransformersGenerator:
         accelerator: Accelerator,
         config: GenerationConfig,
         is_plain: bool,
+        gathers_weights: bool = True,
     ):
         self.get_model = get_model
         self.accelerator = accelerator
         self.config = config
         self.is_plain = is_plain
+        self.gathers_weights = gathers_weights
         self.eos_token_ids = frozenset(_as_list(config.eos_token_id))
 
     def sync(self, step: int) -> None:
@@ -44,12 +50,32 @@ class TransformersGenerator:
 
     @torch.no_grad()
     def generate(self, prompt_ids: Sequence[list[int]]) -> list[Completion]:
-        if not prompt_ids:
-            return []
-        model = self.accelerator.unwrap_model(self.get_model())
+        wrapped = self.get_model()
+        if not self.gathers_weights and is_sharded(wrapped):
+            return self._generate_together(self.accelerator.unwrap_model(wrapped), prompt_ids)
+        with whole_model(wrapped, self.accelerator) as model:
+            return self._generate(model, prompt_ids) if prompt_ids else []
+
+    def _inputs(self, prompt_ids: Sequence[list[int]]) -> tuple[Tensor, Tensor]:
+        """Ids and mask (B, P), padded on the left."""
         device = self.accelerator.device
         ids = pad(prompt_ids, self.config.pad_token_id, dtype=torch.long, left=True).to(device)
         mask = pad([[1] * len(prompt) for prompt in prompt_ids], 0, dtype=torch.long, left=True).to(device)
+        return ids, mask
+
+    def _generate_together(self, model: Any, prompt_ids: Sequence[list[int]]) -> list[Completion]:
+        """Completions of a policy that is cut up: every forward pass is one of all ranks, also of one without rows."""
+        if is_peft_model(model) and model.active_peft_config.is_prompt_learning:
+            raise ValueError("Prompt and prefix tuning need ds3_gather_for_generation=True where the model is cut up.")
+        ids, mask = self._inputs(prompt_ids or [[self.config.pad_token_id]])
+        with _sampling_mode(model, self.config), self.accelerator.autocast():
+            output = model.generate(
+                input_ids=ids, attention_mask=mask, generation_config=self.config, synced_gpus=True
+            )
+        return [self._cut(completion) for completion in output[: len(prompt_ids), ids.shape[1] :].tolist()]
+
+    def _generate(self, model: Any, prompt_ids: Sequence[list[int]]) -> list[Completion]:
+        ids, mask = self._inputs(prompt_ids)
         with _sampling_mode(model, self.config), self.accelerator.autocast():
             if is_peft_model(model) and model.active_peft_config.is_prompt_learning:
                 return [self._cut(completion) for completion in self._sample_whole(model, prompt_ids)]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
 from operator import attrgetter
 from typing import Any
 
@@ -11,6 +10,8 @@ import torch
 from accelerate.utils import extract_model_from_parallel, is_peft_model
 from torch import Tensor, nn
 from transformers import PreTrainedModel
+
+from sdpo.sharding import gathered, reshard
 
 # Wrappers of torch that stand between a module and its parent: of torch.compile, and of activation checkpointing.
 _WRAPPERS = frozenset({"_orig_mod", "_checkpoint_wrapped_module"})
@@ -29,6 +30,7 @@ def engine_weights(model: nn.Module, *, is_merged: bool = True) -> Iterator[tupl
         ValueError: As `check_engine_can_hold`, at the call; and where an adapted layer cannot be merged.
     """
     check_engine_can_hold(model)
+    reshard(model)  # what a forward pass has left whole may be rounded to the precision of that pass
     return _weights(_unwrapped(model), is_merged=is_merged)
 
 
@@ -43,6 +45,7 @@ def lora_factors(model: nn.Module) -> dict[str, Tensor]:
     """
     from peft.tuners.lora import Linear
 
+    reshard(model)
     policy = _unwrapped(model)
     found: dict[str, Tensor] = {}
     sent: set[int] = set()
@@ -214,7 +217,7 @@ def _merged(layer: Any, names: list[str]) -> list[Tensor]:
         ValueError: An adapter of this type cannot be merged.
     """
     state = _state(layer)
-    with _gathered(layer.parameters()):
+    with gathered(layer.parameters()):
         try:
             _put_copies(layer)
             for tuner in reversed(list(_tuners(layer))):
@@ -262,7 +265,7 @@ def _put_copies(layer: Any) -> None:
 
 def _alone(param: Any) -> Tensor:
     """All values of a parameter that may be sharded in any way, detached."""
-    with _gathered([param]) as is_cut:
+    with gathered([param]) as is_cut:
         return _whole(param).clone() if is_cut else _whole(param)
 
 
@@ -279,16 +282,3 @@ def _local(param: Any) -> Tensor:
 def _is_dtensor(param: Tensor) -> bool:
     # By what it can do: torch.distributed is sdpo.distributed's to import.
     return hasattr(param, "full_tensor")
-
-
-@contextmanager
-def _gathered(params: Iterable[Tensor]) -> Iterator[bool]:
-    """Inside, parameters that DeepSpeed ZeRO-3 has cut up are whole. Whether there are any; others are left alone."""
-    cut = [p for p in params if hasattr(p, "ds_id")]
-    if not cut:
-        yield False
-        return
-    import deepspeed
-
-    with deepspeed.zero.GatheredParameters(cut):
-        yield True

@@ -7,7 +7,8 @@ from collections.abc import Callable, Mapping, Sequence
 from importlib.util import find_spec
 from typing import Any
 
-from sdpo.reprompt import content_text, remove_thinking
+from sdpo.demonstrations import remove_thinking
+from sdpo.reprompt import content_text
 from sdpo.types import Rollout
 
 CUT_OFF = "The answer was cut off at the length limit"

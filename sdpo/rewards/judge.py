@@ -12,7 +12,8 @@ from collections.abc import Mapping, Sequence
 from string import Formatter
 from typing import TYPE_CHECKING, Any
 
-from sdpo.reprompt import content_text, remove_thinking
+from sdpo.demonstrations import remove_thinking
+from sdpo.reprompt import content_text
 from sdpo.rewards.attempts import CUT_OFF, answers_of, column, cut, need_package, truncations
 from sdpo.types import Score
 

@@ -1,0 +1,78 @@
+"""Four ranks, the launchers with the configuration files that are shipped, and the demo on two ranks."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
+from cases import SAME_UPDATE, trained
+from launch import HERE, environment, run_suite
+from test_two_ranks import assert_same, assert_same_numbers
+
+pytestmark = pytest.mark.timeout(900)
+ROOT = HERE.parent.parent
+CONFIGS = ROOT / "examples" / "accelerate_configs"
+
+
+@pytest.fixture(scope="module")
+def four(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    return run_suite("four ranks", tmp_path_factory.mktemp("four"), num_ranks=4, limit_s=500)
+
+
+def test_four_ranks_make_the_update_of_one(four: list[dict[str, Any]], tmp_path: Path) -> None:
+    assert len(four[0]) == 8
+    for name in four[0]:
+        expected = trained(SAME_UPDATE[name.split(": ")[1]], tmp_path / name)
+        for rank in four:
+            assert "trace" not in rank[name], rank[name]["trace"]
+            assert_same(rank[name]["value"], expected)
+
+
+@pytest.mark.parametrize("name", ["ddp", "fsdp2"])
+def test_accelerate_launch_takes_the_file(name: str, tmp_path: Path) -> None:
+    """On CPUs: without GPUs accelerate leaves float32 alone, and the run says that it has two processes."""
+    command = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(CONFIGS / f"{name}.yaml")]
+    command += ["--num_processes", "2", "--mixed_precision", "no", str(HERE / "launched.py"), str(tmp_path), name]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment(), timeout=200, check=False)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+    found = [json.loads(line) for line in done.stdout.splitlines() if line.startswith('{"processes"')]
+    assert found == [{"processes": 2, "fsdp2": name == "fsdp2", "steps": 2}]
+
+
+def test_the_file_for_several_machines_is_that_for_one() -> None:
+    one, several = (yaml.safe_load((CONFIGS / f"{name}.yaml").read_text()) for name in ("fsdp2", "fsdp2_4_nodes"))
+    assert several["num_processes"] == 4 * one["num_processes"]
+    differing = {name for name in several if several[name] != one.get(name)}
+    machines = {"main_process_ip", "main_process_port", "same_network", "rdzv_backend"}
+    assert differing == {"num_machines", "num_processes", *machines}
+
+
+def test_the_demo_on_two_ranks_has_the_numbers_of_one(tmp_path: Path) -> None:
+    """Of two steps and the accuracies, with completions that depend on a row's place."""
+    found = {}
+    for world_size in (1, 2):
+        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(world_size)]
+        command += [str(HERE / "demo.py"), str(tmp_path / str(world_size)), str(64 // world_size)]
+        done = subprocess.run(command, capture_output=True, text=True, env=environment(), timeout=600, check=False)
+        assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+        assert done.stdout.count("held-out accuracy before") == 1
+        found[world_size] = json.loads((tmp_path / str(world_size) / "logs.json").read_text())
+    for log, other in zip(found[2], found[1], strict=True):
+        assert_same_numbers(log, other)
+
+
+def test_the_demo_is_not_started_where_ranks_would_train_alone(tmp_path: Path) -> None:
+    """torchrun without --use_cpu, on a machine without GPUs."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
+    command += [str(ROOT / "examples" / "sdpo_math.py"), "--output_dir", str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment(), timeout=300, check=False)
+    assert done.returncode != 0
+    assert "each would train alone" in done.stderr or os.environ.get("CUDA_VISIBLE_DEVICES")
