@@ -284,7 +284,8 @@ def test_a_command_names_what_exists(page: str, command: Command) -> None:
     elif words[1] == "-m":
         assert importlib.util.find_spec(words[2]) is not None
     elif scripts := [word for word in words if word.endswith(".py")]:
-        check_script(scripts[0], words[words.index(scripts[0]) + 1 :], is_whole=command.is_whole)
+        is_parsed = command.is_whole and program not in ("torchrun", "accelerate")  # a rank alone has no group
+        check_script(scripts[0], words[words.index(scripts[0]) + 1 :], is_whole=is_parsed)
     else:
         assert not command.is_whole  # "accelerate launch" in the middle of a sentence
 
