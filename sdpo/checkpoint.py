@@ -23,6 +23,7 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, TrainOutput, get_l
 from sdpo import distributed
 from sdpo.callbacks import Diagnostics
 from sdpo.demonstrations import EarlierSuccesses
+from sdpo.log_callback import CompletionLog
 from sdpo.metrics import Metrics, StageClock
 from sdpo.sharding import is_sharded, parallelism_of
 from sdpo.teacher import PolicyCopy, Teacher
@@ -202,6 +203,7 @@ class CheckpointedTrainer(Trainer):
     metrics: dict[Phase, Metrics]
     clock: StageClock
     diagnostics: Diagnostics
+    completions: CompletionLog | None = None
 
     def train(self, resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any) -> TrainOutput:
         """As `Trainer.train`; resuming gives the run that was interrupted, exactly.
@@ -229,6 +231,8 @@ class CheckpointedTrainer(Trainer):
         self.metrics["train"].clear()
         self.clock.clear()
         self.diagnostics.streaks.clear()
+        if self.completions is not None:
+            self.completions.forget()
 
     def continue_run(self) -> None:
         """Goes on where the interrupted run was; to be called before the first thing that draws random numbers."""
@@ -288,6 +292,7 @@ class CheckpointedTrainer(Trainer):
             "loss_since_log": self._tr_loss.item(),
             "logged_step": self._globalstep_last_logged,
             "earlier_successes": self.earlier.state_dict(),
+            "completions": None if self.completions is None else self.completions.state_dict(),
         }
         save_rank(folder, self.args.process_index, block=self.block, state=state)
 
@@ -300,6 +305,8 @@ class CheckpointedTrainer(Trainer):
         self.diagnostics.streaks.update({(phase, name): number for phase, name, number in state["streaks"]})
         self.earlier.load_state_dict(state["earlier_successes"])
         self._resumed_log = (state["loss_since_log"], state["logged_step"])
+        if self.completions is not None and state.get("completions") is not None:
+            self.completions.load_state_dict(state["completions"])
 
     def _file_of(self, name: str) -> str:
         return f"{name}-rank{self.args.process_index}.safetensors" if is_sharded(self.model) else f"{name}.safetensors"

@@ -50,6 +50,16 @@ class TokenValues(NamedTuple):
     credit: Tensor | None
 
 
+class Likeliest(NamedTuple):
+    """Ids and log-probs (N, K) of the likeliest tokens of student and teacher, and the credit of the token (N,)."""
+
+    student_ids: Tensor
+    student_logps: Tensor
+    teacher_ids: Tensor
+    teacher_logps: Tensor
+    credit: Tensor
+
+
 def chunk_size(head: Head, device: torch.device) -> int:
     """Tokens a chunk."""
     numbers = CPU_CHUNK if device.type == "cpu" else DEVICE_CHUNK
@@ -247,6 +257,25 @@ def _on_support(
         return Teaching(distance, None, support=support, extra=extra)
     base = torch.where(probs[:, -1] > 0, slope[:, -1] / probs[:, -1] - mean.squeeze(-1), 0.0)
     return Teaching(distance, credit, base, support, extra[:, :-1] - probs[:, :-1] * base.unsqueeze(-1))
+
+
+def likeliest(
+    logits: Tensor, ids: Tensor, taught: TeacherInput, settings: ObjectiveSettings, *, number: int, room: Room
+) -> Likeliest:
+    """The `number` likeliest tokens of student and teacher for a chunk. Takes the memory of `logits` (n, V)."""
+    number = min(number, logits.shape[-1])
+    student = _Student(logits, ids, room)
+    mine = top_ids(student.shifted, number)
+    own = mine, student.at(mine)
+    if isinstance(taught, ServedValues):
+        logps, theirs = taught.support_logps.sort(-1, descending=True)
+        return Likeliest(
+            *own, taught.ids.gather(-1, theirs)[:, :number], logps[:, :number], taught.logps - student.logps
+        )
+    teacher = _Teacher(taught, student, settings.temperature, room)
+    theirs = top_ids(teacher.logits, number)
+    logps = teacher.logits.gather(-1, theirs) - teacher.log_z.unsqueeze(-1)
+    return Likeliest(*own, theirs, logps, teacher.credit)
 
 
 def top_ids(values: Tensor, k: int, *, num_groups: int = 2048) -> Tensor:

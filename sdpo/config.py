@@ -57,6 +57,7 @@ SECTIONS: Mapping[str, str] = {
     "Teacher": "teacher_model_kind",
     "Reprompting": "use_successful_as_teacher",
     "Diagnostics": "diagnostics_warning_interval",
+    "Log of completions": "log_completions",
     "Model and data": "model_init_kwargs",
     "Generation": "num_generations",
     "vLLM": "use_vllm",
@@ -258,6 +259,24 @@ class SDPOConfig(TrainingArguments):
     diagnostics_flat_tolerance: float = _setting(
         1e-8,
         "At or below it the spread of rewards, or the share of reprompted rows, counts as zero.",
+    )
+
+    # --- log of completions ----------------------------------------------------------------------------------------
+
+    log_completions: bool = _setting(
+        False,
+        "Write every completion to output_dir/completions, with rewards, teacher prompt and what student and teacher "
+        "said of each token; print a table of them each step, and hand it to the trackers of `report_to`. "
+        "`python -m sdpo.report output_dir` makes a page of it. Costs both output heads once more on the distilled "
+        "tokens.",
+    )
+    num_completions_to_print: int | None = _setting(
+        None,
+        "Rows of that table, spread evenly over the step's. None: all; 0: no table. The files hold all of them.",
+    )
+    log_unique_prompts: bool = _setting(
+        False,
+        "One completion a prompt in that table, and in what the trackers get.",
     )
 
     # --- model and data --------------------------------------------------------------------------------------------

@@ -137,6 +137,7 @@ RANGES: Mapping[str, _Interval] = {
     "demonstration_buffer_size": _NOT_NEGATIVE,
     "diagnostics_warning_interval": _NOT_NEGATIVE,
     "diagnostics_flat_tolerance": _NOT_NEGATIVE,
+    "num_completions_to_print": _NOT_NEGATIVE,
     "max_prompt_length": _AT_LEAST_ONE,
     "num_generations": _AT_LEAST_ONE,
     "num_generations_eval": _AT_LEAST_ONE,
@@ -358,6 +359,16 @@ def _sequence_ratio_has_its_mean(config: Config) -> None:
         )
 
 
+def _table_options_act(config: Config) -> None:
+    for name in ("num_completions_to_print", "log_unique_prompts"):
+        value = getattr(config, name)
+        if value != default_of(config, name) and not config.log_completions:
+            raise ValueError(
+                f"{name}={value!r} cannot take effect with log_completions=False. Set log_completions to True, or "
+                f"leave {name} at {default_of(config, name)!r}."
+            )
+
+
 # Field of TrainingArguments -> the values that change nothing here, and why any other would do nothing.
 _NO_PREDICTIONS = (
     "evaluation samples and scores completions; no predictions are kept and no `compute_metrics` is called"
@@ -436,6 +447,7 @@ RULES: tuple[Callable[[Config], None], ...] = (
     _feedback_options_act,
     _template_shows_the_context,
     _sequence_ratio_has_its_mean,
+    _table_options_act,
     _inherited_options_act,
     _chat_template_kwargs_are_free,
 )

@@ -71,6 +71,15 @@ def num_behind(number: int, accelerator: Accelerator) -> int:
     return max(gather_values(number, accelerator)) - number
 
 
+def gather_to_main(rows: Sequence[T], accelerator: Accelerator) -> list[T]:
+    """All ranks' rows in rank order on the main process, none elsewhere. Rows are any picklable objects."""
+    if accelerator.num_processes == 1:
+        return list(rows)
+    by_rank: list[Any] | None = [None] * accelerator.num_processes if accelerator.is_main_process else None
+    torch.distributed.gather_object(list(rows), by_rank, dst=0)
+    return [row for of_rank in by_rank or [] for row in of_rank]
+
+
 def wait(accelerator: Accelerator) -> None:
     """Returns when every rank is here."""
     accelerator.wait_for_everyone()
@@ -93,6 +102,15 @@ def from_main(function: Callable[[], T], accelerator: Accelerator) -> T:
         raise RuntimeError(f"The main process failed. {outcome[1]}")
     value: T = outcome[0]
     return value
+
+
+def missing_backend() -> str | None:
+    """What this build of torch lacks to let several processes talk on this machine's devices; None for nothing."""
+    if not torch.distributed.is_available():
+        return "this build of torch has no torch.distributed"
+    if torch.cuda.is_available():
+        return None if torch.distributed.is_nccl_available() else "this build of torch has no NCCL"
+    return None if torch.distributed.is_gloo_available() else "this build of torch has no gloo"
 
 
 def subgroup(accelerator: Accelerator, size: int) -> Any:

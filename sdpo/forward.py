@@ -20,8 +20,8 @@ from sdpo.collate import lay_out
 from sdpo.distributed import from_main
 from sdpo.heads import AFTER_HEAD, Head, find_head
 from sdpo.sharding import whole, whole_in_backward, whole_model
-from sdpo.token_values import Slopes, token_values, top_support
-from sdpo.types import LossTerms, ObjectiveSettings, Sequences, TokenTerms, TrainingBatch
+from sdpo.token_values import Slopes, likeliest_tokens, token_values, top_support
+from sdpo.types import Alternatives, LossTerms, ObjectiveSettings, Sequences, TokenTerms, TrainingBatch
 
 
 @torch.no_grad()
@@ -233,12 +233,14 @@ def token_loss(
     loss: Loss,
     *,
     teacher: Sequence[tuple[nn.Module, float]],
+    num_alternatives: int = 0,
 ) -> tuple[LossTerms, TokenTerms]:
     """`loss` of this microbatch with its gradient, and the per-token values it is made of, which have none.
 
     What a token adds to the gradient may depend on its own terms; on those of its row only as `couples_tokens` says.
     `teacher`: modules and shares, the teacher's logits being the sum of share * logits; none where nothing is
-    distilled, or where the batch has what a server said of it. Their forward has no gradient.
+    distilled, or where the batch has what a server said of it. Their forward has no gradient. `num_alternatives`:
+    likeliest tokens of student and teacher to find for the distilled ones; above 0 both heads run once more.
     """
     student = hidden_states(model, batch.student, head=head)
     is_taught = bool(teacher) or batch.served is not None
@@ -252,6 +254,14 @@ def token_loss(
     # After the last forward pass, and in force until the backward pass: see `whole`.
     with whole([(model, head.module), *((part, find_head(part).module) for part, _ in teacher)]):
         terms, anchor = _token_terms(head, student, batch, settings, loss, parts)
+        if num_alternatives and is_taught:
+            index, taught = parts[0]
+            hidden, ids = (
+                student.detach()[index.of_grid(batch.student.predictors)],
+                index.of_grid(batch.completion_ids),
+            )
+            likeliest = likeliest_tokens(head, hidden, ids, taught, settings, number=num_alternatives)
+            terms = replace(terms, alternatives=Alternatives(*map(index.spread, likeliest)))
     found = loss(terms)
     return replace(found, loss=found.loss + whole_in_backward(anchor, head.module)), terms
 

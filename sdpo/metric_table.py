@@ -58,6 +58,19 @@ _LOSS = (
         "distilled tokens that the teacher finds likelier than the student does; there where `credit/mean` is",
         "share",
     ),
+    Metric(
+        "credit/sparsity",
+        "distilled tokens whose credit is below 0.1 nats in size: student and teacher agree on them; likewise",
+        "share",
+    ),
+    *(
+        Metric(
+            f"credit/q{share:02d}",
+            f"credit that {share} % of the distilled tokens stay below, to 5 %; likewise",
+            "nats",
+        )
+        for share in (5, 25, 50, 75, 95)
+    ),
     Metric("entropy", "entropy of the student's next-token distribution at the tokens of the terms computed", "nats"),
 )
 _SAMPLER = (

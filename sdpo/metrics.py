@@ -5,16 +5,24 @@ from __future__ import annotations
 import math
 import statistics
 import time
+from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from itertools import accumulate
 from typing import Any
 
 import torch
 
-from sdpo.types import Row, ScoredRollout, TeacherContext
+from sdpo.types import LossTerms, Row, ScoredRollout, TeacherContext, TokenTerms, TrainingBatch
 
 Number = float | torch.Tensor
+
+# Where the bins of a histogram begin and end: symmetric, from 1e-4 to 100 nats in steps of 5 %, one bin around 0.
+_SIZES = [1e-4 * 1.05**i for i in range(284)]
+EDGES = [*(-size for size in reversed(_SIZES)), *_SIZES]
+QUANTILES = (0.05, 0.25, 0.5, 0.75, 0.95)
+NEAR_ZERO = 0.1  # nats: teacher and student agree on the token's probability within about 10 %
 
 
 def _float(value: Number) -> float:
@@ -36,6 +44,7 @@ class Metrics:
 
     def __init__(self) -> None:
         self._sums: dict[str, tuple[Number, Number]] = {}
+        self._histograms: dict[str, torch.Tensor] = {}
         self._lows: dict[str, float] = {}
         self._highs: dict[str, float] = {}
 
@@ -58,6 +67,25 @@ class Metrics:
         for name, (value, count) in sums.items():
             self.add(name, value, count)
 
+    def add_microbatch(self, loss: LossTerms, terms: TokenTerms, batch: TrainingBatch) -> None:
+        """Adds what a loss logs of itself, and how the credit spreads over the distilled tokens."""
+        self.add_all(loss.sums)
+        if terms.credit is not None:
+            credit, mask = terms.credit, batch.distillation_mask
+            is_small = (credit.abs() < NEAR_ZERO) & mask
+            self.add("credit/sparsity", is_small.sum(), mask.sum())
+            self.add_histogram("credit", credit, mask)
+
+    def add_histogram(self, name: str, values: torch.Tensor, mask: torch.Tensor) -> None:
+        """Adds the entries of `values` that `mask` (same shape, bool) has, for quantiles."""
+        values = values.detach().float().flatten()
+        bins = torch.bucketize(values, values.new_tensor(EDGES))
+        entries = torch.as_tensor(_wide(mask.flatten()))
+        counts = entries.new_zeros(len(EDGES) + 1).scatter_add_(0, bins, entries)
+        known = self._histograms.get(name)
+        # One that was restored lies on the CPU.
+        self._histograms[name] = counts if known is None else counts + known.to(counts)
+
     def add_min(self, name: str, values: Iterable[float]) -> None:
         """Adds to a minimum."""
         self._lows[name] = min([self._lows.get(name, math.inf), *values])
@@ -72,6 +100,7 @@ class Metrics:
             "sums": {name: (_float(total), _float(number)) for name, (total, number) in self._sums.items()},
             "lows": dict(self._lows),
             "highs": dict(self._highs),
+            "histograms": {name: counts.tolist() for name, counts in self._histograms.items()},
         }
 
     def restore(self, snapshot: Mapping[str, Any]) -> None:
@@ -82,12 +111,15 @@ class Metrics:
             self.add_min(name, [value])
         for name, value in snapshot["highs"].items():
             self.add_max(name, [value])
+        for name, counts in snapshot.get("histograms", {}).items():
+            self._histograms[name] = torch.tensor(counts, dtype=torch.float64)
 
     def clear(self) -> None:
         """Forgets everything."""
         self._sums.clear()
         self._lows.clear()
         self._highs.clear()
+        self._histograms.clear()
 
 
 class StageClock:
@@ -123,9 +155,11 @@ class StageClock:
 def merge(snapshots: Iterable[Mapping[str, Any]]) -> dict[str, float | None]:
     """Values to log: sum over sum, minimum of minima, maximum of maxima. None where nothing was counted.
 
-    A name need not be known to every snapshot. A sum that is not finite gives such a mean.
+    A name need not be known to every snapshot. A sum that is not finite gives such a mean. A histogram gives its
+    quantiles, `<name>/q05` and so on.
     """
     sums: dict[str, tuple[float, float]] = {}
+    histograms: dict[str, list[float]] = {}
     lows: dict[str, float] = {}
     highs: dict[str, float] = {}
     for snapshot in snapshots:
@@ -136,9 +170,32 @@ def merge(snapshots: Iterable[Mapping[str, Any]]) -> dict[str, float | None]:
             lows[name] = min(value, lows.get(name, math.inf))
         for name, value in snapshot["highs"].items():
             highs[name] = max(value, highs.get(name, -math.inf))
+        for name, counts in snapshot.get("histograms", {}).items():
+            histograms[name] = [x + y for x, y in zip(counts, histograms.get(name, [0.0] * len(counts)), strict=True)]
     means = {name: total / number if number else None for name, (total, number) in sums.items()}
     extremes = {name: value if math.isfinite(value) else None for name, value in [*lows.items(), *highs.items()]}
-    return {**means, **extremes}
+    quantiles = {
+        f"{name}/q{round(100 * share):02d}": quantile(counts, share)
+        for name, counts in histograms.items()
+        for share in QUANTILES
+    }
+    return {**means, **extremes, **quantiles}
+
+
+def quantile(counts: Sequence[float], share: float) -> float | None:
+    """The value that `share` of a histogram's entries stay below, linear within its bin; None of an empty one.
+
+    `counts`: of the bins between `EDGES`, and of the two beyond them, which count as the outermost edge.
+    """
+    reached = list(accumulate(counts))
+    if not reached[-1]:
+        return None
+    wanted = share * reached[-1]
+    index = bisect_left(reached, wanted)
+    while not counts[index]:  # a share of 0 begins at the first entry
+        index += 1
+    low, high = EDGES[max(index - 1, 0)], EDGES[min(index, len(EDGES) - 1)]
+    return low + (high - low) * (wanted - (reached[index] - counts[index])) / counts[index]
 
 
 # --- what a block of completions looks like --------------------------------------------------

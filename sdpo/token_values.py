@@ -18,7 +18,18 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from sdpo.chunk import Chunk, Room, ServedValues, TeacherInput, TokenValues, chunk_size, rows_that_fit, top_ids
+from sdpo.chunk import (
+    Chunk,
+    Likeliest,
+    Room,
+    ServedValues,
+    TeacherInput,
+    TokenValues,
+    chunk_size,
+    likeliest,
+    rows_that_fit,
+    top_ids,
+)
 from sdpo.heads import Head
 from sdpo.types import ObjectiveSettings
 
@@ -57,6 +68,20 @@ def token_values(
 def top_support(head: Head, hidden: Tensor, k: int) -> Tensor:
     """(N, K) ids of the k likeliest tokens after the hidden states (N, H)."""
     return torch.cat([top_ids(head.logits(part, 1.0), k) for part in hidden.split(chunk_size(head, hidden.device))])
+
+
+@torch.no_grad()
+def likeliest_tokens(
+    head: Head, hidden: Tensor, ids: Tensor, taught: TeacherInput, settings: ObjectiveSettings, *, number: int
+) -> Likeliest:
+    """The `number` likeliest tokens of student and teacher for N tokens, which takes both heads once more."""
+    size = min(chunk_size(head, hidden.device), len(ids))
+    room, found = Room(size, head, hidden.device), []
+    for start in range(0, max(len(ids), 1), max(size, 1)):
+        rows = slice(start, min(start + size, len(ids)))
+        logits = head.logits(hidden[rows], settings.temperature, out=room.take("logits", rows.stop - start))
+        found.append(likeliest(logits, ids[rows], _rows_of(taught, rows), settings, number=number, room=room))
+    return Likeliest(*(torch.cat(parts) for parts in zip(*found, strict=True)))
 
 
 class _Call(NamedTuple):

@@ -24,6 +24,7 @@ from sdpo.data import Example, rows_of_step
 from sdpo.demonstrations import EarlierSuccesses, for_other_ranks
 from sdpo.generation import Generator, build_generator
 from sdpo.heads import find_head
+from sdpo.log_callback import CompletionLog
 from sdpo.losses.objective import blend, objective
 from sdpo.losses.policy import group_advantages
 from sdpo.metrics import Metrics, StageClock, merge
@@ -153,6 +154,9 @@ class SDPOTrainer(BlockTrainer, CheckpointedTrainer):
             tolerance=args.diagnostics_flat_tolerance,
             threshold=args.success_reward_threshold,
         )
+        if args.log_completions:
+            self.completions = CompletionLog(self, self.tokenizer, self.reprompt)
+            self.add_callback(self.completions)
         self.model.add_model_tags(list(self._tag_names))
 
     # --- the step ---------------------------------------------------------------------------------
@@ -196,6 +200,8 @@ class SDPOTrainer(BlockTrainer, CheckpointedTrainer):
             batches = self._add_logps(batches, phase)
         with distributed.together(self.accelerator):
             call_hooks(self, phase, rows, batches, pad_token_id=pad_token_id)
+        if self.completions is not None and phase == "train":
+            batches = self.completions.remember(rows, batches)
         return batches
 
     def roll_out(self, examples: Sequence[Example], phase: Phase) -> list[Rollout]:
@@ -291,9 +297,14 @@ class SDPOTrainer(BlockTrainer, CheckpointedTrainer):
         settings, parts = self.args.objective, self.teacher.parts if self.teacher else []
         head = find_head(self.accelerator.unwrap_model(model))
         loss_of = partial(objective, batch=inputs, settings=settings)
-        loss, _ = forward.token_loss(model, head, inputs, settings, loss_of, teacher=parts)
+        number = 0 if self.completions is None else self.completions.num_alternatives(inputs)
+        loss, terms = forward.token_loss(
+            model, head, inputs, settings, loss_of, teacher=parts, num_alternatives=number
+        )
         if model.training or inputs.completion_ids.numel():  # not an idle batch
-            self.metrics["train" if model.training else "eval"].add_all(loss.sums)
+            self.metrics["train" if model.training else "eval"].add_microbatch(loss, terms, inputs)
+        if self.completions is not None:
+            self.completions.observe(inputs, terms)
         # The wrapper averages gradients over ranks, and the counts are already those of all ranks.
         return loss.loss * self.accelerator.num_processes
 

@@ -295,8 +295,9 @@ class TrainingBatch:
     old_logps (B, T), log-probs under the weights that sampled the block, None where those are still the current ones;
     reference_logps (B, T), log-probs under the initial policy, None where beta is 0; sampled_logps (B, T), the
     sampler's own of every token that exists, not finite where it has none, None unless every row has them; served,
-    what a server says of the teacher, None where the teacher is here. Log-probs are of logits / temperature, in nats,
-    0 on padding; those computed here are 0 also where no loss needs them.
+    what a server says of the teacher, None where the teacher is here; number, which of this rank's microbatches it is,
+    the same at every use, None where completions are not logged. Log-probs are of logits / temperature, in nats, 0 on
+    padding; those computed here are 0 also where no loss needs them.
     """
 
     student: Sequences
@@ -311,6 +312,7 @@ class TrainingBatch:
     sampled_logps: Tensor | None = None
     counts: LossCounts | None = None
     served: Served | None = None
+    number: int | None = None
 
     def to(self, device: torch.device | str) -> TrainingBatch:
         """The same batch with every tensor on `device`."""
@@ -340,19 +342,37 @@ class Block:
 
 
 @dataclass(frozen=True, slots=True)
+class Alternatives:
+    """What student and teacher would rather say at the tokens (B, T), for the log of completions.
+
+    student_ids, teacher_ids (B, T, K): the likeliest tokens of each; student_logps, teacher_logps (B, T, K): their
+    log-probs, of logits / temperature, in nats. credit (B, T): log teacher - log student of the sampled token, in
+    every mode. Zeros where nothing is distilled. A served teacher's are the likeliest of those that its server was
+    asked about: perhaps fewer than the student's, or none.
+    """
+
+    student_ids: Tensor
+    student_logps: Tensor
+    teacher_ids: Tensor
+    teacher_logps: Tensor
+    credit: Tensor
+
+
+@dataclass(frozen=True, slots=True)
 class TokenTerms:
     """Per-token values of one microbatch, each (B, T), fp32, in nats, 0 where the token is in no loss.
 
     logps: log-prob of the sampled token under the student. divergence: distance of student and teacher on the
     support; None where the distillation weight is 0. entropy: of the student. credit: log teacher - log student of
-    the sampled token; None where there is no teacher, or where it is read on a support alone. What a loss does with
-    logps and divergence is differentiated.
+    the sampled token; None where there is no teacher, or where it is read on a support alone. alternatives: only where
+    they were asked for. What a loss does with logps and divergence is differentiated.
     """
 
     logps: Tensor
     entropy: Tensor
     divergence: Tensor | None = None
     credit: Tensor | None = None
+    alternatives: Alternatives | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -31,11 +31,13 @@ LAYERS = (
         "loading",
         "served_teacher",
         "sharding",
+        "token_texts",
+        "completion_log",
     },
-    {"callbacks", "sources"},
+    {"callbacks", "sources", "log_callback"},
     {"blocks", "checkpoint"},
     {"trainer"},
-    {"teacher_check"},
+    {"teacher_check", "report", "doctor"},
 )
 SAME_LAYER = {
     ("config_rules", "types"),  # choices
@@ -68,6 +70,8 @@ FORBIDDEN = {
     "demonstrations": {*CONFIG, "transformers", "accelerate", "torch"},
     "reprompt": {*CONFIG, "transformers", "accelerate", "torch"},
     "metrics": {*CONFIG, "transformers", "accelerate"},
+    "completion_log": {*CONFIG, "torch", "transformers", "accelerate"},
+    "report": {"torch", "transformers", "accelerate"},  # a report is made anywhere, from the files alone
 }
 VLLM_HOME, COLLECTIVE_HOME, PADDING_HOME = "generation/vllm.py", "distributed.py", "collate.py"
 SHARDING_HOME = "sharding.py"  # parameters come together by the frameworks' own calls, from here
@@ -86,6 +90,8 @@ def imports(name: str) -> Iterator[tuple[int, str]]:
     """(line, absolute dotted name) of everything a module imports, also inside functions."""
     package = ("sdpo", *name.split("/")[:-1])
     for node in ast.walk(MODULES[name]):
+        if isinstance(node, ast.ImportFrom) and [alias.name for alias in node.names] == ["__version__"]:
+            continue  # of the package itself, which loads nothing
         if isinstance(node, ast.Import):
             yield from ((node.lineno, alias.name) for alias in node.names)
         elif isinstance(node, ast.ImportFrom):

@@ -6,6 +6,7 @@ import ast
 import inspect
 import math
 import re
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,8 +14,8 @@ from conftest import ScriptedGenerator, TrainerFactory
 
 import sdpo.trainer
 from sdpo.metric_table import METRICS
-from sdpo.metrics import Metrics, StageClock, merge
-from sdpo.types import Completion
+from sdpo.metrics import EDGES, Metrics, StageClock, merge
+from sdpo.types import Completion, LossTerms, TokenTerms
 
 
 def logged(*parts: Metrics) -> dict[str, float | None]:
@@ -91,6 +92,60 @@ def test_time_is_divided_by_the_steps_counted_since_the_last_log() -> None:
         clock.count_step()
     assert 0.0 <= clock.per_step()["time/train"] < 1.0
     assert clock.per_step() == {}
+
+
+# --- quantiles -------------------------------------------------------------------------------------
+
+
+def test_quantiles_are_within_a_bin_of_the_true_ones_whatever_the_cut_into_parts() -> None:
+    torch.manual_seed(0)
+    values = torch.randn(4, 2500) * torch.tensor([[0.01], [0.1], [1.0], [5.0]])
+    parts = [Metrics(), Metrics()]
+    for i, row in enumerate(values):
+        parts[i % 2].add_histogram("credit", row, torch.ones_like(row, dtype=torch.bool))
+    found = logged(*parts)
+    for share in (0.05, 0.25, 0.5, 0.75, 0.95):
+        true = values.flatten().quantile(share).item()
+        # A bin is 5 % wide, and 1e-4 nats around 0.
+        assert found[f"credit/q{round(100 * share):02d}"] == pytest.approx(true, rel=0.05, abs=2e-4)
+
+
+def test_quantiles_are_of_the_masked_entries_and_beyond_the_edges_they_are_the_edge() -> None:
+    metrics = Metrics()
+    values = torch.tensor([[-1000.0, 7.0, 1000.0], [7.0, 7.0, -1000.0]])
+    metrics.add_histogram("x", values, torch.tensor([[True, False, True], [False, False, True]]))
+    found = logged(metrics)
+    assert found["x/q05"] == found["x/q50"] == EDGES[0] and found["x/q95"] == EDGES[-1]
+    assert EDGES[-1] == pytest.approx(100, rel=0.05)
+    metrics.clear()
+    metrics.add_histogram("x", values, torch.zeros_like(values, dtype=torch.bool))
+    assert logged(metrics)["x/q50"] is None
+
+
+def test_a_histogram_survives_a_snapshot_and_goes_on() -> None:
+    metrics, again = Metrics(), Metrics()
+    mask = torch.ones(100, dtype=torch.bool)
+    metrics.add_histogram("x", torch.full((100,), -1.0), mask)
+    again.restore(metrics.snapshot())
+    again.add_histogram("x", torch.full((100,), 1.0), mask)
+    found = logged(again)
+    assert found["x/q25"] == pytest.approx(-1, rel=0.05) and found["x/q75"] == pytest.approx(1, rel=0.05)
+
+
+def test_the_spread_of_the_credit_is_over_distilled_tokens() -> None:
+    credit = torch.tensor([[0.05, -0.05, 2.0, 9.0], [-1.0, 9.0, 9.0, 9.0]])
+    mask = torch.tensor([[True, True, True, False], [True, False, False, False]])
+    metrics = Metrics()
+    terms = TokenTerms(logps=credit, entropy=credit, credit=credit)
+    loss = LossTerms(torch.tensor(0.0), {"loss": (torch.tensor(3.0), torch.tensor(2.0))})
+    batch = SimpleNamespace(distillation_mask=mask)
+    metrics.add_microbatch(loss, terms, batch)  # type: ignore[arg-type]
+    found = logged(metrics)
+    assert found["loss"] == 1.5 and found["credit/sparsity"] == 0.5  # 0.05 and -0.05 of four
+    assert found["credit/q95"] == pytest.approx(2, rel=0.05)
+    metrics.clear()
+    metrics.add_microbatch(loss, TokenTerms(logps=credit, entropy=credit), batch)  # type: ignore[arg-type]
+    assert logged(metrics) == {"loss": 1.5}
 
 
 # --- the table of names ----------------------------------------------------------------------------------------------

@@ -1,0 +1,4 @@
+"""What this machine has, and what a run would cost, before it is started.
+
+python -m sdpo.doctor [config.yaml]
+"""
