@@ -43,6 +43,15 @@ def gather_values(value: T, accelerator: Accelerator) -> list[T]:
     return [value] if accelerator.num_processes == 1 else gather_object([value])
 
 
+def gather_to_main(rows: Sequence[T], accelerator: Accelerator) -> list[T]:
+    """All ranks' rows in rank order on the main process, none elsewhere. Rows are any picklable objects."""
+    if accelerator.num_processes == 1:
+        return list(rows)
+    by_rank: list[Any] | None = [None] * accelerator.num_processes if accelerator.is_main_process else None
+    torch.distributed.gather_object(list(rows), by_rank, dst=0)
+    return [row for of_rank in by_rank or [] for row in of_rank]
+
+
 @contextmanager
 def together(accelerator: Accelerator, *, is_joint: bool = False) -> Iterator[None]:
     """Ends every rank with an error that one of them has inside, so that none waits for it for ever.
@@ -69,15 +78,6 @@ def together(accelerator: Accelerator, *, is_joint: bool = False) -> Iterator[No
 def num_behind(number: int, accelerator: Accelerator) -> int:
     """How much smaller the number is than the largest among the ranks."""
     return max(gather_values(number, accelerator)) - number
-
-
-def gather_to_main(rows: Sequence[T], accelerator: Accelerator) -> list[T]:
-    """All ranks' rows in rank order on the main process, none elsewhere. Rows are any picklable objects."""
-    if accelerator.num_processes == 1:
-        return list(rows)
-    by_rank: list[Any] | None = [None] * accelerator.num_processes if accelerator.is_main_process else None
-    torch.distributed.gather_object(list(rows), by_rank, dst=0)
-    return [row for of_rank in by_rank or [] for row in of_rank]
 
 
 def wait(accelerator: Accelerator) -> None:

@@ -255,15 +255,10 @@ def token_loss(
     with whole([(model, head.module), *((part, find_head(part).module) for part, _ in teacher)]):
         terms, anchor = _token_terms(head, student, batch, settings, loss, parts)
         if num_alternatives and is_taught:
-            index, taught = parts[0]
-            hidden, ids = (
-                student.detach()[index.of_grid(batch.student.predictors)],
-                index.of_grid(batch.completion_ids),
-            )
-            likeliest = likeliest_tokens(head, hidden, ids, taught, settings, number=num_alternatives)
-            terms = replace(terms, alternatives=Alternatives(*map(index.spread, likeliest)))
-    found = loss(terms)
-    return replace(found, loss=found.loss + whole_in_backward(anchor, head.module)), terms
+            found = _alternatives(head, student, batch, *parts[0], settings, num_alternatives)
+            terms = replace(terms, alternatives=found)
+    value = loss(terms)
+    return replace(value, loss=value.loss + whole_in_backward(anchor, head.module)), terms
 
 
 def _token_terms(
@@ -291,6 +286,21 @@ def _token_terms(
     logps, entropy, distance, credit = (_total(column) for column in zip(*grids, strict=True))
     assert logps is not None and entropy is not None
     return TokenTerms(logps, entropy, distance, credit), torch.stack(anchors).sum()
+
+
+def _alternatives(
+    head: Head,
+    student: Tensor,
+    batch: TrainingBatch,
+    index: TokenIndex,
+    taught: TeacherInput,
+    settings: ObjectiveSettings,
+    number: int,
+) -> Alternatives:
+    """The likeliest tokens at the tokens of `index`, from the student's hidden states (S * L, H)."""
+    hidden, ids = student.detach()[index.of_grid(batch.student.predictors)], index.of_grid(batch.completion_ids)
+    found = likeliest_tokens(head, hidden, ids, taught, settings, number=number)
+    return Alternatives(*map(index.spread, found))
 
 
 def _teacher_input(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -46,17 +46,16 @@ class CompletionLog(TrainerCallback):
     def remember(self, rows: Sequence[Row], batches: Sequence[TrainingBatch]) -> list[TrainingBatch]:
         """The microbatches of a new block with their numbers. `rows` are theirs, in order."""
         start, taken, numbered = distributed.first_row(len(rows), self._accelerator), 0, []
-        for batch in batches:
-            is_distilled, is_in_policy = (
-                mask.any(dim=1).tolist() for mask in (batch.distillation_mask, batch.policy_mask)
-            )
-            self._waiting[self._num_microbatches] = [
-                self._record(rows[taken + i], start + taken + i, is_distilled=is_distilled[i], is_in_policy=in_policy)
-                for i, in_policy in enumerate(is_in_policy)
-            ]
-            numbered.append(replace(batch, number=self._num_microbatches))
-            self._num_microbatches += 1
-            taken += len(is_distilled)
+        with distributed.together(self._accelerator):
+            for batch in batches:
+                masks = zip(batch.distillation_mask.any(dim=1), batch.policy_mask.any(dim=1), strict=True)
+                self._waiting[self._num_microbatches] = [
+                    self._record(rows[taken + i], start + taken + i, is_distilled=bool(one), is_in_policy=bool(other))
+                    for i, (one, other) in enumerate(masks)
+                ]
+                numbered.append(replace(batch, number=self._num_microbatches))
+                taken += len(self._waiting[self._num_microbatches])
+                self._num_microbatches += 1
         self._num_blocks += 1
         return numbered
 
@@ -92,29 +91,41 @@ class CompletionLog(TrainerCallback):
 
     def on_train_begin(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         self._is_training = True
-        if state.is_world_process_zero:
-            completion_log.begin(_folder(args), step=state.global_step)
+        self._on_main(completion_log.begin, _folder(args), step=state.global_step)
 
     def on_log(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        if state.is_world_process_zero and self._is_training:  # an evaluation may come before any training
-            completion_log.append_metrics(_folder(args), state.log_history[-1])
+        if self._is_training:  # an evaluation may come before any training
+            self._on_main(completion_log.append_metrics, _folder(args), state.log_history[-1])
 
     def on_step_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        own = [record for records, terms in self._trained for record in self._with_values(records, terms)]
+        with distributed.together(self._accelerator):
+            own = [record for records, terms in self._trained for record in self._with_values(records, terms)]
         self._trained.clear()
         records = distributed.gather_to_main(own, self._accelerator)
+        self._on_main(self._publish, args, state.global_step, records)
+
+    def _on_main(self, function: Callable[..., object], *arguments: Any, **keywords: Any) -> None:
+        """Calls it on the main process; what fails there, a full disk say, ends every process."""
+
+        def call() -> None:
+            function(*arguments, **keywords)
+
+        distributed.from_main(call, self._accelerator)
+
+    def _publish(self, args: Any, step: int, records: list[CompletionRecord]) -> None:
+        """Writes the file of a step, prints its table, and tells the trackers."""
         if not records:
             return
         records.sort(key=lambda record: (record.block, record.row))
-        completion_log.write_completions(_folder(args), state.global_step, records)
+        completion_log.write_completions(_folder(args), step, records)
         number, unique_prompts = args.num_completions_to_print, args.log_unique_prompts
         if number != 0:
             printed = completion_log.chosen(records, number=number, unique_prompts=unique_prompts)
             console = Console()
-            table = completion_log.completions_table(state.global_step, printed)
+            table = completion_log.completions_table(step, printed)
             console.print(table, width=None if console.is_terminal else WIDTH)
         reported = completion_log.chosen(records, number=None, unique_prompts=unique_prompts)
-        self._report(state.global_step, [completion_log.summary_of(state.global_step, record) for record in reported])
+        self._report(step, [completion_log.summary_of(step, record) for record in reported])
 
     # --- records -----------------------------------------------------------------------------------------------------
 

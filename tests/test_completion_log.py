@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
-import subprocess
-import sys
 from dataclasses import replace
 from io import StringIO
 from pathlib import Path
@@ -146,32 +143,6 @@ def test_a_step_that_uses_blocks_twice_logs_each_row_once_and_its_first_values(m
     )
     trainer.train()
     assert [(row["block"], row["row"]) for row in rows_of(trainer)[1]] == [(b, r) for b in (0, 1) for r in range(4)]
-
-
-@pytest.mark.slow
-def test_the_rows_of_all_processes_are_in_one_file_and_one_table(tmp_path: Path) -> None:
-    # Ranks 0 and 1 have rows 0, 1 and 2, 3 of one group; the success is the last row, so of the other process.
-    here = Path(__file__).parent
-    command = ["-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone", here / "logged_ranks.py"]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(here), str(here.parent)]), "OMP_NUM_THREADS": "1"}
-    result = subprocess.run(
-        [sys.executable, *command, tmp_path], env=environment, capture_output=True, text=True, cwd=here.parent
-    )
-    assert result.returncode == 0, result.stderr[-3000:]
-    files = completion_log.files_in(tmp_path / "completions")
-    assert list(files) == [1, 2]
-    for number, path in enumerate(files.values()):
-        rows = pq.read_table(path).to_pylist()
-        assert [(row["block"], row["row"], row["completion"]) for row in rows] == [
-            (number, 0, "w1 w2"),
-            (number, 1, "w3"),
-            (number, 2, "w4"),
-            (number, 3, "w5 w6"),
-        ]
-        assert [row["demonstration"] for row in rows] == [3, 3, 3, None]
-        assert [row["credit"] is not None for row in rows] == [True, True, True, False]
-    assert len(completion_log.read_metrics(tmp_path / "completions")) == 3  # two steps and the end
-    assert result.stdout.count("Completions of step 1") == 1
 
 
 def test_evaluation_is_not_logged(make_trainer: TrainerFactory) -> None:

@@ -8,6 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import pyarrow.parquet as pq
 from cases import (
     BLEND,
     FSDP2_VARIANTS,
@@ -25,6 +26,8 @@ from cases import (
 )
 from datasets import Dataset
 from transformers import TrainerCallback
+
+from sdpo.completion_log import files_in
 
 RANK, WORLD = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
 Run = Callable[[Path], Any]
@@ -117,6 +120,31 @@ def lonely_metric(kind: str, folder: Path) -> dict[str, Any]:
     trainer.add_callback(Lonely(trainer))
     trainer.train()
     return state_of(trainer)
+
+
+# --- the log of completions --------------------------------------------------------------------------
+
+LOGGED = {"log_completions": True, "num_completions_to_print": 0, "distillation_mode": "topk_logits"}
+
+
+def logged(kind: str, folder: Path, **layout: Any) -> Any:
+    """Rows of the log's files, from the main process; None elsewhere."""
+    case = BLEND.having(kind=kind, distillation_topk=5, **LOGGED)
+    trainer = build(case, folder, **(layout or {"world_size": WORLD, "microbatch": ROWS // WORLD // 2}))
+    trainer.train()
+    if not trainer.is_world_process_zero():
+        return None
+    files = files_in(folder / "completions")
+    return {step: pq.read_table(path).to_pylist() for step, path in files.items()}
+
+
+def failing_log(kind: str, folder: Path) -> None:
+    case = BLEND.having(kind=kind, distillation_topk=5, **LOGGED)
+    trainer = build(case, folder, world_size=WORLD, microbatch=ROWS // WORLD)
+    if RANK == 0:
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "completions").write_text("no folder")
+    trainer.train()
 
 
 # --- evaluation --------------------------------------------------------------------------------------
@@ -242,6 +270,8 @@ SUITES: dict[str, dict[str, Run]] = {
             for stage in ("reward", "generation", "hook", "prompt")
         },
         **{f"{kind}: a metric of one rank": partial(lonely_metric, kind) for kind in KINDS},
+        **{f"{kind}: the log of completions": partial(logged, kind) for kind in KINDS},
+        **{f"{kind}: error in the log": partial(failing_log, kind) for kind in KINDS},
         **{f"{kind}: evaluation": partial(evaluated, kind) for kind in KINDS},
         **{f"{kind}: sampling": partial(sampled, kind) for kind in KINDS},
         "fsdp2: sampling on pieces": partial(sampled, "fsdp2", ds3_gather_for_generation=False),

@@ -18,7 +18,7 @@ import torch
 from cases import BLEND, FSDP2_VARIANTS, LORA, ROWS, SAME_UPDATE, build, trained
 from launch import HERE, run_suite, torchrun
 from safetensors.torch import load_file
-from suites import CHECKPOINTS, KINDS, REUSED, evaluated
+from suites import CHECKPOINTS, KINDS, REUSED, evaluated, logged
 
 from sdpo.checkpoint import check_layout
 
@@ -137,6 +137,45 @@ def test_an_error_on_one_rank_ends_all_with_its_text(ranks: Results, kind: str, 
 def test_a_metric_of_one_rank_is_logged(ranks: Results, kind: str) -> None:
     for found in values(ranks, f"{kind}: a metric of one rank"):
         assert [log.get("only_here") for log in found["logs"]] == [3.0, 3.0]
+
+
+# --- the log of completions --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_rows_of_all_ranks_are_logged_as_those_of_one_process(ranks: Results, kind: str, tmp_path: Path) -> None:
+    """Texts, who was shown what, and the values of each token, in one file a step."""
+    expected = logged("ddp", tmp_path, world_size=1)
+    found, nothing = values(ranks, f"{kind}: the log of completions")
+    assert nothing is None and found.keys() == expected.keys() == {1, 2}
+    assert any(row["credit"] for rows in expected.values() for row in rows)
+    for step, rows in expected.items():
+        assert [row["row"] for row in found[step]] == list(range(ROWS))
+        for row, other in zip(found[step], rows, strict=True):
+            assert_same_row(row, other)
+
+
+def assert_same_row(found: Any, expected: Any) -> None:
+    """Equal, numbers up to the order of summation."""
+    if isinstance(expected, dict):
+        assert found.keys() == expected.keys()
+        for name, value in expected.items():
+            assert_same_row(found[name], value)
+    elif isinstance(expected, list):
+        assert len(found) == len(expected)
+        for value, other in zip(found, expected, strict=True):
+            assert_same_row(value, other)
+    elif isinstance(expected, float):
+        assert found == pytest.approx(expected, rel=1e-4, abs=1e-5)
+    else:
+        assert found == expected
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_log_that_cannot_be_written_ends_all_ranks(ranks: Results, kind: str) -> None:
+    first, second = (rank[f"{kind}: error in the log"] for rank in ranks)
+    assert "Exists" in first["error"] or "NotADirectory" in first["error"]
+    assert "The main process failed" in second["error"]
 
 
 # --- evaluation --------------------------------------------------------------------------------------
