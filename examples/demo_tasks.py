@@ -81,6 +81,12 @@ def sum_questions() -> list[Row]:
     return arithmetic_rows(numbers, "+", "Add.", [("What is 2 + 3?", "2 + 3 = 5")])
 
 
+def written_sum_questions() -> list[Row]:
+    """a + b of one digit, asked for by a system turn without an example of an answer: 99 questions."""
+    numbers = [(a, b) for a in range(10) for b in range(10) if (a, b) != (2, 3)]
+    return arithmetic_rows(numbers, "+", "Answer with the full equation, for example: 2 + 3 = 5", [])
+
+
 def product_questions() -> list[Row]:
     """a * b from 2 to 12, after one example: 120 questions."""
     numbers = [(a, b) for a in range(2, 13) for b in range(2, 13) if (a, b) != (2, 3)]
@@ -120,6 +126,21 @@ def grade_equation(text: str, question: str, answer: str) -> float:
     return float(written is not None and written[1] == answer)
 
 
+def written_equation_reward(completions, question, answer, **_) -> list[Score]:
+    """1 where the equation is in the answer, and no other result for the question, else 0."""
+    return [grade_written_equation(text_of(c), q, a) for c, q, a in zip(completions, question, answer, strict=True)]
+
+
+def grade_written_equation(text: str, question: str, answer: str) -> Score:
+    """Score of one answer that has to hold the equation `question` = `answer`."""
+    results = re.findall(re.escape(question) + r" = (-?\d+)", " ".join(text.split()))
+    wrong = [result for result in results if result != answer]
+    if results and not wrong:
+        return Score(1.0)
+    problem = f"{question} is not {wrong[0]}." if wrong else "The equation is missing."
+    return Score(0.0, f'{problem} Write "{question} = " and the number after it.')
+
+
 def steps_reward(completions, question, answer, **_) -> list[Score]:
     """1 where every equation in the answer is true and the last number is the right one, else 0."""
     return [grade_steps(text_of(c), q, a) for c, q, a in zip(completions, question, answer, strict=True)]
@@ -138,6 +159,7 @@ def grade_steps(text: str, question: str, answer: str) -> Score:
 
 TASKS: dict[str, tuple[Callable[[], list[Row]], RewardFunction]] = {
     "sum": (sum_questions, equation_reward),
+    "written_sum": (written_sum_questions, written_equation_reward),
     "product": (product_questions, equation_reward),
     "difference": (difference_questions, equation_reward),
     "chain": (chain_questions, steps_reward),

@@ -10,6 +10,7 @@ __version__ = "0.1.0"
 if TYPE_CHECKING:
     from sdpo.callbacks import SDPOCallback as SDPOCallback
     from sdpo.config import SDPOConfig as SDPOConfig
+    from sdpo.discovery import discover as discover
     from sdpo.teacher_check import compare_teacher as compare_teacher
     from sdpo.trainer import SDPOTrainer as SDPOTrainer
     from sdpo.types import Score as Score
@@ -21,9 +22,10 @@ _HOME = {
     "SDPOTrainer": "sdpo.trainer",
     "Score": "sdpo.types",
     "compare_teacher": "sdpo.teacher_check",
+    "discover": "sdpo.discovery",
 }
 
-__all__ = ["SDPOCallback", "SDPOConfig", "SDPOTrainer", "Score", "__version__", "compare_teacher"]
+__all__ = ["SDPOCallback", "SDPOConfig", "SDPOTrainer", "Score", "__version__", "compare_teacher", "discover"]
 
 
 def __getattr__(name: str) -> Any:

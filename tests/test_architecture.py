@@ -37,7 +37,7 @@ LAYERS = (
     {"callbacks", "sources", "log_callback"},
     {"blocks", "checkpoint"},
     {"trainer"},
-    {"teacher_check", "report", "doctor"},
+    {"teacher_check", "report", "doctor", "discovery"},
 )
 SAME_LAYER = {
     ("config_rules", "types"),  # choices

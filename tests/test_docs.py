@@ -295,7 +295,8 @@ def check_script(script: str, arguments: list[str], *, is_whole: bool) -> None:
         return
     source = (ROOT / script).read_text()
     flags = {word.split("=")[0] for word in arguments if word.startswith("--")}
-    own = set(re.findall(r'"(--\w+)"', source))
+    own = {"--help", *re.findall(r'"(--\w+)"', source)}
+    own |= {f"--{name}" for name in re.findall(r"^    (\w+): .*field\(", source, re.MULTILINE)}  # of a dataclass
     forwarded = FLAGS if "sdpo_math" in source or script.endswith("sdpo_math.py") else set()
     assert flags <= own | forwarded, f"{script} has no {flags - own - forwarded}"
     if script.endswith("sdpo_math.py") and is_whole:
