@@ -134,11 +134,10 @@ def written_equation_reward(completions, question, answer, **_) -> list[Score]:
 def grade_written_equation(text: str, question: str, answer: str) -> Score:
     """Score of one answer that has to hold the equation `question` = `answer`."""
     results = re.findall(re.escape(question) + r" = (-?\d+)", " ".join(text.split()))
-    wrong = [result for result in results if result != answer]
-    if results and not wrong:
+    if set(results) == {answer}:
         return Score(1.0)
-    problem = f"{question} is not {wrong[0]}." if wrong else "The equation is missing."
-    return Score(0.0, f'{problem} Write "{question} = " and the number after it.')
+    # What to do, not what was wrong: a small model that reads about a mistake writes about it.
+    return Score(0.0, f'Answer with "{question} = " and a number, nothing else.')
 
 
 def steps_reward(completions, question, answer, **_) -> list[Score]:

@@ -15,6 +15,8 @@ THINGS = (
     "a volcano", "the moon", "a library", "honey", "a bicycle", "rain", "a doctor", "music", "a bridge", "salt",
     "a river", "winter", "a computer", "bread", "a garden", "the sun", "a teacher", "snow", "a forest", "milk",
     "a clock", "the ocean", "a farmer", "gold", "a train", "sleep", "a castle", "wind", "a hospital", "sugar",
+    "a desert", "a camera", "a school", "paper", "a lion", "thunder", "a museum", "coffee", "a mirror", "a ship",
+    "a candle", "silk", "a village", "a planet", "a telephone", "rice", "a whale", "fire", "a painter", "glass",
 )  # fmt: skip
 WORDS = (
     "window", "morning", "silver", "friend", "paper", "orange", "stone", "market", "gentle", "winter", "circle",
@@ -23,7 +25,7 @@ WORDS = (
 MOST_WORDS = 10
 
 
-def instruction_rows(kinds: tuple[str, ...] = ("short", "words"), *, seed: int = 0) -> list[dict[str, Any]]:
+def instruction_rows(kinds: tuple[str, ...] = ("short",), *, seed: int = 0) -> list[dict[str, Any]]:
     """One row for every thing and kind of instruction, in an order that depends on the seed alone.
 
     "short": at most ten words. "words": two given words have to occur, in at most 30 words.
