@@ -150,16 +150,15 @@ class _Search(SDPOTrainer):
         self.attempts, self.budget, self.on_attempt = attempts, budget, on_attempt
         with suppress(_Over):
             self.train()
-        step: int = self.state.global_step
-        return step
+        steps: int = self.state.global_step
+        return steps
 
     def _add_contexts(self, scored: list[ScoredRollout], phase: Phase) -> list[Row]:
-        # All ranks' rows, so that all ranks stop at the same block.
-        world, _ = distributed.gather_rows(scored, self.accelerator)
-        new = as_attempts(world, first=len(self.attempts) + 1, step=self.state.global_step, settings=self.reprompt)
-        for attempt in new:
-            self.attempts.append(attempt)
-            self.on_attempt(attempt)
+        own = as_attempts(scored, first=1, step=self.state.global_step, settings=self.reprompt)
+        # Those of all ranks, so that all stop at the same block.
+        for attempt in distributed.gather_rows(own, self.accelerator)[0]:
+            self.attempts.append(replace(attempt, index=len(self.attempts) + 1))
+            self.on_attempt(self.attempts[-1])
         if len(self.attempts) >= self.budget or any(attempt.is_success for attempt in self.attempts):
             raise _Over
         return super()._add_contexts(scored, phase)
