@@ -37,7 +37,7 @@ class EarlierSuccesses:
 
     def of(self, prompt: Prompt) -> list[Demonstration]:
         """Those of this prompt, the oldest first."""
-        return self.by_prompt.get(_key(prompt), [])
+        return self.by_prompt.get(_key(prompt), []) if self.by_prompt else []
 
     def add(self, rows: Sequence[ScoredRollout], settings: RepromptSettings) -> None:
         """Takes in a block's successes."""

@@ -81,7 +81,9 @@ class TransformersGenerator:
                 return [self._cut(completion) for completion in self._sample_whole(model, prompt_ids)]
             name, cache = _prefill(model, prompt_ids, ids, mask)
             if cache is not None and self.is_plain:
-                return [self._cut(completion) for completion in self._sample(model, name, cache, ids, mask)]
+                with _few_rows(model.get_output_embeddings()):
+                    drawn = self._sample(model, name, cache, ids, mask)
+                return [self._cut(completion) for completion in drawn]
             prefilled = {} if cache is None or self.config.cache_implementation is not None else {name: cache}
             output = model.generate(input_ids=ids, attention_mask=mask, generation_config=self.config, **prefilled)
         return [self._cut(completion) for completion in output[:, ids.shape[1] :].tolist()]
@@ -94,8 +96,7 @@ class TransformersGenerator:
         token, position = ids[:, -1:], mask.sum(-1, keepdim=True) - 1
         for _ in range(self.config.max_new_tokens):
             inputs = {"input_ids": token, "attention_mask": mask, "position_ids": position, name: cache}
-            with _few_rows(model.get_output_embeddings()):
-                logits = model(**inputs, use_cache=True).logits[:, -1].float()
+            logits = model(**inputs, use_cache=True).logits[:, -1].float()
             token = draw(logits, temperature=self.config.temperature).unsqueeze(-1)
             for row, drawn in zip(rows.tolist(), token.squeeze(-1).tolist(), strict=True):
                 completions[row].append(drawn)
@@ -190,9 +191,9 @@ def _prefill(
 
 @contextmanager
 def _few_rows(head: Any) -> Iterator[None]:
-    """Inside, a plain output head on a CPU multiplies up to 15 rows as its library is fast at."""
-    is_plain = type(head) is nn.Linear and head.weight.device.type == "cpu" and head.weight.dtype == torch.float32
-    if not is_plain:
+    """Inside, a plain output head on a CPU multiplies few rows in the way that its library is fast at."""
+    is_plain = type(head) is nn.Linear and "forward" not in vars(head)  # as hooks of accelerate put there
+    if not is_plain or head.weight.device.type != "cpu" or head.weight.dtype != torch.float32:
         yield
         return
     head.forward = partial(_multiply, head)  # of this object; its class's comes back
