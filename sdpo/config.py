@@ -3,7 +3,7 @@
 What is accepted is decided in `config_rules` and `sampling_rules`: an option that cannot take effect raises. Values
 that only tune a part are let through where that part is switched off, so that a script can switch it off for a
 comparison and keep the rest of its command line: the distillation or the policy term at weight 0, demonstrations,
-vLLM. What asks for such a part, as `beta` does, raises.
+feedback, vLLM. What asks for such a part, as `beta` does, raises.
 """
 # ruff: noqa: RUF009, RUF036  (`_setting` is short for dataclasses.field; HfArgumentParser reads `None | str | list`)
 

@@ -20,7 +20,10 @@ from typing import Any, NamedTuple
 
 import generate_metrics_docs
 import pytest
+import sdpo_code
+import sdpo_instructions
 import sdpo_math
+import sdpo_mcq
 import yaml
 from conftest import make_model, make_tokenizer
 from huggingface_hub import constants
@@ -32,7 +35,10 @@ from sdpo.metric_table import METRICS
 from sdpo.presets import PresetName
 
 ROOT = Path(__file__).parent.parent
-PAGES = {path.relative_to(ROOT).as_posix(): path.read_text() for path in [ROOT / "README.md", *ROOT.glob("docs/*.md")]}
+PAGES = {
+    path.relative_to(ROOT).as_posix(): path.read_text()
+    for path in [ROOT / "README.md", ROOT / "examples/README.md", *ROOT.glob("docs/*.md")]
+}
 FIELDS = {f.name for f in fields(SDPOConfig)}
 NOT_RUN = re.compile(r"<!-- not run: .+ -->")
 READERS_OWN = {"train.py"}  # scripts that a page asks the reader to write
@@ -224,8 +230,12 @@ def test_readme_and_quick_start_train_in_the_same_way() -> None:
 # --- commands --------------------------------------------------------------------------------------------------------
 
 COMMAND = re.compile(r"^(?:[A-Z_]+=\S+ )*(?:\S*/)?(?:python3?|make|pip|accelerate|torchrun)\s")
-PARSER = TrlParser((sdpo_math.ScriptArguments, SDPOConfig, ModelConfig))
-FLAGS = {flag for flag in PARSER._option_string_actions if flag.startswith("--")}
+RECIPES = {f"examples/{m.__name__}.py": m for m in (sdpo_code, sdpo_instructions, sdpo_math, sdpo_mcq)}
+
+
+def flags_of(recipe: Any) -> set[str]:
+    parser = TrlParser((recipe.ScriptArguments, SDPOConfig, ModelConfig))
+    return {flag for flag in parser._option_string_actions if flag.startswith("--")}
 
 
 class Command(NamedTuple):
@@ -298,10 +308,11 @@ def check_script(script: str, arguments: list[str], *, is_whole: bool) -> None:
     flags = {word.split("=")[0] for word in arguments if word.startswith("--")}
     own = {"--help", *re.findall(r'"(--\w+)"', source)}
     own |= {f"--{name}" for name in re.findall(r"^    (\w+): .*field\(", source, re.MULTILINE)}  # of a dataclass
-    forwarded = FLAGS if "sdpo_math" in source or script.endswith("sdpo_math.py") else set()
+    recipe = RECIPES.get(script, sdpo_math if "sdpo_math" in source else None)
+    forwarded = flags_of(recipe) if recipe is not None else set()
     assert flags <= own | forwarded, f"{script} has no {flags - own - forwarded}"
-    if script.endswith("sdpo_math.py") and is_whole:
-        sdpo_math.parse(arguments)
+    if script in RECIPES and is_whole:
+        RECIPES[script].parse(arguments)
 
 
 def check_make(words: list[str]) -> None:

@@ -25,6 +25,8 @@ REQUIRED: Mapping[str, str] = {
     "datasets": "datasets",
     "peft": "peft",
     "trl": "trl",
+    "pyarrow": "pyarrow",
+    "rich": "rich",
 }
 OPTIONAL: Mapping[str, str] = {
     "vllm": "vllm",
@@ -32,6 +34,9 @@ OPTIONAL: Mapping[str, str] = {
     "deepspeed": "deepspeed",
     "flash-attn": "flash_attn",
     "math-verify": "math_verify",
+    "reasoning-gym": "reasoning_gym",
+    "py3langid": "py3langid",
+    "httpx2": "httpx2",
     "tensorboard": "tensorboard",
     "wandb": "wandb",
     "trackio": "trackio",
@@ -154,5 +159,8 @@ def backends(found: Mapping[str, Package], *, try_import: Callable[[str], str | 
         backend("FlashAttention 2", "flash-attn", blocked=cuda_only),
         backend("Several processes", "torch", blocked=distributed.missing_backend()),
         backend("Rewards for mathematics (math-verify)", "math-verify"),
+        backend("Rewards of reasoning-gym", "reasoning-gym"),
+        backend("Rules about the language of a response (py3langid)", "py3langid"),
+        backend("Rewards by a judge (httpx2)", "httpx2"),
         *(backend(f"report_to={name!r}", name) for name in ("tensorboard", "wandb", "trackio")),
     ]
