@@ -6,7 +6,8 @@
 
 A run is one task, one variant and one seed, in a process of its own with one thread, on the demo's model. Its result
 is a file in `--results`: the teacher's accuracy before training, held-out accuracy at several points, settings and
-versions. All runs of a task have the same number of generations. A run whose file is there is not repeated.
+versions. All runs of a task have the same number of generations. A run whose file is there is not repeated; give
+another folder to repeat those that are kept in docs/evidence. Logs go to outputs/evidence.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "examples"), str(ROOT / "scripts")]
 
+WORK = ROOT / "outputs" / "evidence"  # logs, and results of runs that are cut short
 TEACHER = "teacher"  # a run that trains nothing: the teacher beside the student, as all variants of a task begin
 PACKAGES = ("torch", "transformers", "sdpo")
 SEEDS = (1, 2, 3)
@@ -164,7 +166,7 @@ def run(task_name: str, variant: str, seed: int, results: Path, *, max_steps: in
     train, held_out, reward = task.build()
     changes = {} if variant == TEACHER else VARIANTS[variant]
     settings = {**SHARED, **task.settings, **changes, "seed": seed, "max_steps": points[-1]}
-    folder = results / "runs" / name_of(task_name, variant, seed)
+    folder = WORK / "runs" / name_of(task_name, variant, seed)
     trainer = SDPOTrainer(
         embedded_model(), reward, SDPOConfig(output_dir=str(folder), **settings), Dataset.from_list(train)
     )
@@ -207,11 +209,10 @@ def run(task_name: str, variant: str, seed: int, results: Path, *, max_steps: in
         "settings": settings,
         "teacher": None if teacher is None else asdict(teacher),
         "points": measured,
-        "log": trainer.state.log_history,
         "seconds": time.perf_counter() - start,
         "versions": {"python": platform.python_version(), **{name: version(name) for name in PACKAGES}},
     }
-    write(results / f"{name_of(task_name, variant, seed)}.json", json.dumps(result, indent=1))
+    write(results / f"{name_of(task_name, variant, seed)}.json", json.dumps(result))
 
 
 def name_of(task: str, variant: str, seed: int) -> str:
@@ -233,13 +234,13 @@ def run_all(runs: Sequence[tuple[str, str, int]], results: Path, *, jobs: int, m
     """Starts every run without a result, `jobs` at once; the number of those that failed."""
     waiting = [run for run in runs if not (results / f"{name_of(*run)}.json").exists()]
     print(f"{len(runs) - len(waiting)} of {len(runs)} runs have a result in {results}", flush=True)
-    (results / "logs").mkdir(parents=True, exist_ok=True)
+    (WORK / "logs").mkdir(parents=True, exist_ok=True)
 
     def start(one: tuple[str, str, int]) -> bool:
         task, variant, seed = one
         words = [sys.executable, __file__, "--results", str(results), "--one", task, variant, str(seed)]
         words += ["--max_steps", str(max_steps)] if max_steps else []
-        log = results / "logs" / f"{name_of(*one)}.txt"
+        log = WORK / "logs" / f"{name_of(*one)}.txt"
         with log.open("w") as file:
             environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
             is_done = subprocess.run(words, stdout=file, stderr=file, env=environment, check=False).returncode == 0
@@ -252,7 +253,7 @@ def run_all(runs: Sequence[tuple[str, str, int]], results: Path, *, jobs: int, m
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--results", type=Path, default=ROOT / "outputs" / "evidence", help="Folder of the results.")
+    parser.add_argument("--results", type=Path, default=ROOT / "docs" / "evidence", help="Folder of the results.")
     parser.add_argument("--tasks", nargs="+", choices=TASKS, default=list(TASKS))
     parser.add_argument("--variants", nargs="+", choices=[TEACHER, *VARIANTS], default=[TEACHER, *VARIANTS])
     parser.add_argument("--seeds", nargs="+", type=int, default=list(SEEDS))
@@ -266,7 +267,7 @@ def main() -> int:
         run(task, variant, int(seed), arguments.results, max_steps=arguments.max_steps)
         return 0
     if arguments.max_steps is not None:  # a shorter run is no result of the longer one
-        arguments.results = arguments.results / f"{arguments.max_steps}-steps"
+        arguments.results = WORK / f"{arguments.max_steps}-steps"
     if arguments.plot:
         from evidence_report import report
 

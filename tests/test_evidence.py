@@ -73,7 +73,10 @@ def test_the_table_says_when_the_baselines_accuracy_was_reached() -> None:
     assert "128 of 128" in lines[f"| {evidence_report.NAMES['grpo']}"]
 
 
-def test_runs_with_a_result_are_left_out_and_a_failed_one_is_told(tmp_path: Path, capsys: Any) -> None:
+def test_runs_with_a_result_are_left_out_and_a_failed_one_is_told(
+    tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(evidence, "WORK", tmp_path)
     evidence.write(tmp_path / "code-grpo-1.json", "{}")
     assert evidence.run_all([("code", "grpo", 1)], tmp_path, jobs=1, max_steps=None) == 0
     assert "1 of 1 runs have a result" in capsys.readouterr().out
