@@ -17,12 +17,12 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
-from transformers import Trainer
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, TrainOutput, get_last_checkpoint, rotate_checkpoints
 
 from sdpo import distributed
 from sdpo.callbacks import Diagnostics
 from sdpo.demonstrations import EarlierSuccesses
+from sdpo.hub import HubTrainer
 from sdpo.log_callback import CompletionLog
 from sdpo.metrics import Metrics, StageClock
 from sdpo.sharding import is_sharded, parallelism_of
@@ -30,7 +30,8 @@ from sdpo.teacher import PolicyCopy, Teacher
 from sdpo.types import Block, Phase, Sequences, TrainingBatch
 
 FOLDER = "sdpo"
-UNFINISHED = ".unfinished"  # checkpoints are written here and renamed when complete
+# Checkpoints are written here and renamed when complete. A push of the output folder leaves names like "_*" out.
+UNFINISHED = "_unfinished"
 REPLACED = f"{UNFINISHED}-old-"  # and an older checkpoint's name, while one of that name takes its place
 
 # Settings that a resumed run must have as they were: those that the order of prompts, the block in use and the saved
@@ -182,7 +183,7 @@ def remove(folder: Path) -> None:
         shutil.rmtree(folder)
 
 
-class CheckpointedTrainer(Trainer):
+class CheckpointedTrainer(HubTrainer):
     """A `Trainer` whose checkpoints hold the whole run, and have a checkpoint's name only when complete.
 
     A run that is killed at any moment therefore leaves its last checkpoint usable.
@@ -363,6 +364,7 @@ class CheckpointedTrainer(Trainer):
         if self.args.push_to_hub:
             self._push_from_checkpoint(str(final / name))
         if self.args.should_save:
+            self.wait_for_push(final)
             limit, best = self.args.save_total_limit, self.state.best_model_checkpoint
             rotate_checkpoints(str(final), limit, best, use_mtime=True)
 

@@ -528,6 +528,10 @@ class SDPOConfig(TrainingArguments):
         values: dict[str, Any] = super(SDPOConfig, plain).to_dict()
         return values
 
+    def __getstate__(self) -> dict[str, Any]:
+        """All but the token: `Trainer` pickles the config into `training_args.bin`, which is pushed with the model."""
+        return {**self.__dict__, "hub_token": None}
+
     # --- what is resolved at construction --------------------------------------------------------------------------
 
     def _sampled_with(self, name: str) -> Any:

@@ -83,6 +83,7 @@ class SDPOTrainer(BlockTrainer, CheckpointedTrainer):
         self.tokenizer = self._prompt_tokenizer(model, processing_class, args)
         for prompts in prompts_by_dataset:
             self.tokenizer.check_prompts(prompts)
+        self.is_chat = any(not isinstance(prompts[0], str) for prompts in prompts_by_dataset if prompts)
         super().__init__(
             model=model,
             args=args,

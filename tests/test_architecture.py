@@ -15,7 +15,7 @@ MODULES = {path.relative_to(PACKAGE).as_posix(): ast.parse(path.read_text()) for
 LAYERS = (
     {"types", "templates", "config_rules", "sampling_rules", "presets", "metric_table"},
     {"config"},
-    {"losses", "demonstrations", "reprompt", "metrics"},
+    {"losses", "demonstrations", "reprompt", "metrics", "model_card"},
     {
         "data",
         "tokenization",
@@ -34,7 +34,7 @@ LAYERS = (
         "token_texts",
         "completion_log",
     },
-    {"callbacks", "sources", "log_callback"},
+    {"callbacks", "sources", "log_callback", "hub"},
     {"blocks", "checkpoint"},
     {"trainer"},
     {"teacher_check", "report", "doctor", "discovery"},
@@ -70,6 +70,7 @@ FORBIDDEN = {
     "demonstrations": {*CONFIG, "transformers", "accelerate", "torch"},
     "reprompt": {*CONFIG, "transformers", "accelerate", "torch"},
     "metrics": {*CONFIG, "transformers", "accelerate"},
+    "model_card": {"torch", "transformers", "accelerate"},
     "completion_log": {*CONFIG, "torch", "transformers", "accelerate"},
     "report": {"torch", "transformers", "accelerate"},  # a report is made anywhere, from the files alone
 }

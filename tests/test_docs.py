@@ -26,7 +26,7 @@ import sdpo_math
 import sdpo_mcq
 import yaml
 from conftest import make_model, make_tokenizer
-from huggingface_hub import constants
+from huggingface_hub import ModelCard, constants
 from trl import ModelConfig, TrlParser
 
 import sdpo
@@ -203,11 +203,18 @@ def check_foreign_name(namespace: dict[str, Any], printed: str) -> None:
     assert "no field `teacher_mode`: did you mean `teacher_model_kind`?" in printed
 
 
+def check_card(namespace: dict[str, Any], printed: str) -> None:
+    card = ModelCard.load("outputs/first/README.md")
+    assert (card.data.base_model, card.data.license) == ("Qwen/Qwen3-0.6B", "apache-2.0")
+    assert "2 optimizer steps of 8 completions" in card.text
+
+
 CHECKS = {
     "docs/index.md": check_quick_start,
     "docs/how_it_works.md": check_one_token_by_hand,
     "docs/callbacks.md": check_callback,
     "docs/from_trl.md": check_foreign_name,
+    "docs/hub.md": check_card,
 }
 
 
