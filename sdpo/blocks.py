@@ -27,9 +27,7 @@ class BlockTrainer(Trainer):
         dataset = self.eval_dataset if eval_dataset is None else eval_dataset
         if dataset is None:
             raise ValueError("evaluate() needs an eval_dataset; pass one to SDPOTrainer or to evaluate().")
-        # A block holds whole groups: one at least, and no more rows than the evaluation batch where those fit.
-        num_prompts = max(1, self.args.eval_batch_size * self.args.world_size // self.num_generations("eval"))
-        return self._loader(dataset, num_prompts, "eval")
+        return self._loader(dataset, self.prompts_per_eval_block, "eval")
 
     get_test_dataloader = get_eval_dataloader
 
@@ -51,6 +49,11 @@ class BlockTrainer(Trainer):
             is_training=is_training,
             drop_last=args.dataloader_drop_last,
         )
+
+    @property
+    def prompts_per_eval_block(self) -> int:
+        """Whole groups: one at least, and no more rows than the evaluation batch where those fit."""
+        return max(1, self.args.eval_batch_size * self.args.world_size // self.num_generations("eval"))
 
     def num_generations(self, phase: Phase) -> int:
         """Completions a prompt."""

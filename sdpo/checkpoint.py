@@ -25,6 +25,7 @@ from sdpo.demonstrations import EarlierSuccesses
 from sdpo.hub import HubTrainer
 from sdpo.log_callback import CompletionLog
 from sdpo.metrics import Metrics, StageClock
+from sdpo.progress import Progress
 from sdpo.sharding import is_sharded, parallelism_of
 from sdpo.teacher import PolicyCopy, Teacher
 from sdpo.types import Block, Phase, Sequences, TrainingBatch
@@ -203,6 +204,7 @@ class CheckpointedTrainer(HubTrainer):
     earlier: EarlierSuccesses
     metrics: dict[Phase, Metrics]
     clock: StageClock
+    progress: Progress
     diagnostics: Diagnostics
     completions: CompletionLog | None = None
 
@@ -221,7 +223,10 @@ class CheckpointedTrainer(HubTrainer):
         if isinstance(resume_from_checkpoint, str | os.PathLike):
             check_layout(os.fspath(resume_from_checkpoint), self.args)
             self._resumed_from = os.fspath(resume_from_checkpoint)
-        return super().train(resume_from_checkpoint, *args, **kwargs)
+        try:
+            return super().train(resume_from_checkpoint, *args, **kwargs)
+        finally:
+            self.progress.close()
 
     def _forget_run(self) -> None:
         """Drops what an earlier `train()` of this object left, finished or not; weights stay."""

@@ -166,6 +166,11 @@ _TIME = (
     Metric("time/logps", "log-probs of the old policy and of the reference", "seconds a step"),
     Metric("time/teacher_server", "scoring of the teacher by a server", "seconds a step"),
     Metric("time/train", "forward and backward passes of student and teacher, not the optimizer", "seconds a step"),
+    Metric(
+        "time/sampled_tokens_per_second",
+        "tokens of this process's completions, in each second of the stage `time/generation`",
+        "tokens a second",
+    ),
 )
 
 METRICS: tuple[MetricSection, ...] = (

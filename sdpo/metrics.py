@@ -123,33 +123,57 @@ class Metrics:
 
 
 class StageClock:
-    """Wall seconds by stage of a step, and the number of steps, since the last log."""
+    """Wall seconds by stage of a step, steps and sampled tokens since the last log, and those of the whole run."""
 
     def __init__(self) -> None:
         self._seconds: dict[str, float] = {}
-        self._num_steps = 0
+        self._num_steps = self._num_tokens = self._num_tokens_of_run = 0
+        self.of_run: dict[str, float] = {}
+        """Seconds by stage since the run began."""
 
     @contextmanager
     def timed(self, stage: str) -> Iterator[None]:
         """Adds the time spent inside to the stage."""
         start = time.perf_counter()
         yield
-        self._seconds[stage] = self._seconds.get(stage, 0.0) + time.perf_counter() - start
+        seconds = time.perf_counter() - start
+        for total in (self._seconds, self.of_run):
+            total[stage] = total.get(stage, 0.0) + seconds
 
     def count_step(self) -> None:
         """An optimizer step begins."""
         self._num_steps += 1
 
+    def count_tokens(self, number: int) -> None:
+        """So many tokens were sampled."""
+        self._num_tokens += number
+        self._num_tokens_of_run += number
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Tokens sampled in a second of the stage "generation", since the run began."""
+        return _rate(self._num_tokens_of_run, self.of_run)
+
     def per_step(self) -> dict[str, float]:
-        """Seconds an optimizer step by `time/<stage>`; starts over."""
+        """Seconds an optimizer step by `time/<stage>`, and tokens a second of generation; starts over."""
         values = {f"time/{stage}": seconds / max(self._num_steps, 1) for stage, seconds in self._seconds.items()}
-        self.clear()
+        if self._num_tokens:
+            values["time/sampled_tokens_per_second"] = _rate(self._num_tokens, self._seconds)
+        self._seconds.clear()
+        self._num_steps = self._num_tokens = 0
         return values
 
     def clear(self) -> None:
-        """Forgets everything."""
+        """Forgets everything: another run begins."""
         self._seconds.clear()
-        self._num_steps = 0
+        self.of_run.clear()
+        self._num_steps = self._num_tokens = self._num_tokens_of_run = 0
+
+
+def _rate(num_tokens: int, seconds: Mapping[str, float]) -> float:
+    """0 where no time was spent on them, as in a block of which only an error is left."""
+    spent = seconds.get("generation", 0.0)
+    return num_tokens / spent if spent else 0.0
 
 
 def merge(snapshots: Iterable[Mapping[str, Any]]) -> dict[str, float | None]:

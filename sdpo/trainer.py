@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence, Sized
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import partial
@@ -12,7 +12,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel, TrainerCallback, set_seed
-from transformers.trainer_utils import EvalLoopOutput
+from transformers.trainer_utils import EvalLoopOutput, has_length
 
 from sdpo import distributed, forward, loading, sources, tokenization
 from sdpo.blocks import BlockTrainer
@@ -20,7 +20,7 @@ from sdpo.callbacks import Diagnostics, KeepGenerationConfig, TeacherUpdate, cal
 from sdpo.checkpoint import CheckpointedTrainer
 from sdpo.collate import collate, count_trained, idle_batch
 from sdpo.config import SDPOConfig
-from sdpo.data import Example, rows_of_step
+from sdpo.data import BlockLoader, Example, rows_of_step
 from sdpo.demonstrations import EarlierSuccesses, for_other_ranks
 from sdpo.generation import Generator, build_generator
 from sdpo.heads import find_head
@@ -28,6 +28,7 @@ from sdpo.log_callback import CompletionLog
 from sdpo.losses.objective import blend, objective
 from sdpo.losses.policy import group_advantages
 from sdpo.metrics import Metrics, StageClock, merge
+from sdpo.progress import Progress, functions_note, tokens_note
 from sdpo.reprompt import build_teacher_contexts, fit_teacher_prompt
 from sdpo.rewards import RewardScorer
 from sdpo.served_teacher import Scorer, attach_served
@@ -125,6 +126,9 @@ class SDPOTrainer(BlockTrainer, CheckpointedTrainer):
     def _build_stages(self) -> None:
         """What a step goes through, made from the settings and the model."""
         args = self.args
+        self.clock = StageClock()
+        self.progress = Progress(args, self.clock)
+        self.progress.take_place(self.callback_handler)
         self.reprompt = loading.reprompt_settings(self.model, args)
         self.columns = sources.columns_of_run(self.scorer.functions, args)
         self.generator: Generator = build_generator(
@@ -136,6 +140,7 @@ class SDPOTrainer(BlockTrainer, CheckpointedTrainer):
             sampling=args.sampling,
             engine=args.engine if args.use_vllm else None,
             gathers_weights=args.ds3_gather_for_generation,
+            report=self.progress.report if self.progress.is_shown else None,
         )
         self.teacher: Teacher | None = None
         if args.distillation_weight > 0:
@@ -148,7 +153,6 @@ class SDPOTrainer(BlockTrainer, CheckpointedTrainer):
         self.block: Block | None = None
         self.earlier = EarlierSuccesses(args.demonstration_buffer_size)
         self.metrics: dict[Phase, Metrics] = {"train": Metrics(), "eval": Metrics()}
-        self.clock = StageClock()
         self.add_callback(KeepGenerationConfig(self.model))
         self.diagnostics = Diagnostics(
             interval=args.diagnostics_warning_interval,
@@ -170,7 +174,8 @@ class SDPOTrainer(BlockTrainer, CheckpointedTrainer):
         step: list[TrainingBatch] = []
         for examples in rows_of_step(epoch_iterator, num_batches, is_first=self.state.global_step == 0):
             if examples:  # an empty list stands for one more use of the block
-                self.block = Block(self.collect(examples, "train"))
+                with self.progress.collecting():
+                    self.block = Block(self.collect(examples, "train"))
             assert self.block is not None, "an epoch starts with a block"
             step.append(self.block.next())
         if step:
@@ -187,8 +192,9 @@ class SDPOTrainer(BlockTrainer, CheckpointedTrainer):
         pad_token_id = self.tokenizer.tokenizer.pad_token_id
         with self.clock.timed("generation"):
             rollouts = self.roll_out(examples, phase)
+        self.clock.count_tokens(sum(len(rollout.completion.ids) for rollout in rollouts))
         with self.clock.timed("scoring"), distributed.together(self.accelerator):
-            scored = self.scorer.score(rollouts, examples, trainer_state=self.state) if rollouts else []
+            scored = self._score(rollouts, examples)
         with self.clock.timed("contexts"):
             rows = self._add_contexts(scored, phase)
         with self.clock.timed("collation"):
@@ -217,13 +223,23 @@ class SDPOTrainer(BlockTrainer, CheckpointedTrainer):
         is_joint = is_sharded(self.model) and not self.args.ds3_gather_for_generation
         with distributed.together(self.accelerator, is_joint=is_joint):
             self.generator.sync(self.state.global_step)
-            completions = self.generator.generate([ids for ids, _ in encoded])
+            with self.progress.bar("Generation", len(encoded), unit="completions", note=tokens_note):
+                completions = self.generator.generate([ids for ids, _ in encoded])
             texts = self.tokenizer.decode_batch([completion.ids for completion in completions])
         start, num_generations = distributed.first_row(len(examples), self.accelerator), self.num_generations(phase)
         return [
             Rollout((start + i) // num_generations, prompts[i], ids, completions[i], texts[i], was_cut)
             for i, (ids, was_cut) in enumerate(encoded)
         ]
+
+    def _score(self, rollouts: list[Rollout], examples: Sequence[Example]) -> list[ScoredRollout]:
+        """Rewards of this rank's rows, if it has any."""
+        if not rollouts:
+            return []
+        num_functions = len(self.scorer.functions)
+        total, note = len(rollouts) * num_functions, functions_note(num_functions)
+        with self.progress.bar("Scoring", total, unit="rewards", note=note):
+            return self.scorer.score(rollouts, examples, trainer_state=self.state, report=self.progress.report)
 
     def _add_contexts(self, scored: list[ScoredRollout], phase: Phase) -> list[Row]:
         """Advantages and teacher prompts of this rank's rows, made from whole groups over all ranks."""
@@ -336,10 +352,14 @@ class SDPOTrainer(BlockTrainer, CheckpointedTrainer):
                 self.compute_loss(model, self._prepare_inputs(batch))
         return None, None, None
 
-    def evaluation_loop(self, *args: Any, metric_key_prefix: str = "eval", **kwargs: Any) -> EvalLoopOutput:
+    def evaluation_loop(
+        self, dataloader: BlockLoader, *args: Any, metric_key_prefix: str = "eval", **kwargs: Any
+    ) -> EvalLoopOutput:
         self.metrics["eval"].clear()
         self.place()
-        output = super().evaluation_loop(*args, metric_key_prefix=metric_key_prefix, **kwargs)
+        num_prompts = len(cast(Sized, dataloader.dataset)) if has_length(dataloader) else None
+        with self.progress.evaluation(num_prompts, prompts_per_block=self.prompts_per_eval_block):
+            output = super().evaluation_loop(dataloader, *args, metric_key_prefix=metric_key_prefix, **kwargs)
         values = self._drain("eval")
         values["loss"] = blend(
             values.get("self_distillation/policy_loss") or 0.0,

@@ -6,7 +6,7 @@ K support, G group. A *row* is one completion. A *block* is all rows of one gene
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any, Literal, NamedTuple, TypeVar
 
@@ -16,6 +16,8 @@ from torch import Tensor
 Message = dict[str, Any]
 Prompt = str | list[Message]
 Phase = Literal["train", "eval"]
+Report = Callable[[int, int], None]
+"""Told how much of a stage is done: completions and their tokens, or rewards and the functions that have finished."""
 
 LossType = Literal["grpo", "bnpo", "dr_grpo", "dapo"]
 ImportanceSamplingLevel = Literal["token", "sequence"]

@@ -34,7 +34,7 @@ LAYERS = (
         "token_texts",
         "completion_log",
     },
-    {"callbacks", "sources", "log_callback", "hub"},
+    {"callbacks", "sources", "log_callback", "hub", "progress"},
     {"blocks", "checkpoint"},
     {"trainer"},
     {"teacher_check", "report", "doctor", "discovery"},

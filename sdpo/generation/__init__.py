@@ -9,7 +9,7 @@ from accelerate import Accelerator
 from torch import nn
 
 from sdpo.generation.transformers import TransformersGenerator, generation_config, is_plain_sampling
-from sdpo.types import Completion, EngineSettings, SamplingSettings
+from sdpo.types import Completion, EngineSettings, Report, SamplingSettings
 
 
 class Generator(Protocol):
@@ -34,8 +34,13 @@ def build_generator(
     sampling: SamplingSettings,
     engine: EngineSettings | None,
     gathers_weights: bool = True,
+    report: Report | None = None,
 ) -> Generator:
-    """The generator that the settings ask for; `engine` None: the policy itself, by transformers."""
+    """The generator that the settings ask for; `engine` None: the policy itself, by transformers.
+
+    `report` is told what is drawn so far; None where nobody listens. A server answers a block in one request, so there
+    it has nothing to tell.
+    """
     common: dict[str, Any] = {"accelerator": accelerator, "sampling": sampling, "eos_token_ids": eos_token_ids}
     if engine is not None and engine.mode == "server":
         from sdpo.generation.server import ServerGenerator
@@ -44,7 +49,9 @@ def build_generator(
     if engine is not None:
         from sdpo.generation.vllm import ColocatedGenerator
 
-        return ColocatedGenerator(get_model, processing_class=processing_class, settings=engine, **common)
+        return ColocatedGenerator(
+            get_model, processing_class=processing_class, settings=engine, report=report, **common
+        )
     return TransformersGenerator(
         get_model,
         accelerator=accelerator,
@@ -56,4 +63,5 @@ def build_generator(
         ),
         is_plain=is_plain_sampling(sampling),
         gathers_weights=gathers_weights,
+        report=report,
     )

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import time
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -11,12 +12,14 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import is_peft_model
 from torch import Tensor, nn
-from transformers import DynamicCache, GenerationConfig
+from transformers import DynamicCache, GenerationConfig, StoppingCriteria, StoppingCriteriaList
 from transformers.cache_utils import DynamicLayer
 
 from sdpo.collate import pad
 from sdpo.sharding import is_sharded, whole_model
-from sdpo.types import Completion, SamplingSettings
+from sdpo.types import Completion, Report, SamplingSettings
+
+INTERVAL = 0.2  # seconds between two counts of what `generate` has drawn
 
 
 class TransformersGenerator:
@@ -37,12 +40,14 @@ class TransformersGenerator:
         config: GenerationConfig,
         is_plain: bool,
         gathers_weights: bool = True,
+        report: Report | None = None,
     ):
         self.get_model = get_model
         self.accelerator = accelerator
         self.config = config
         self.is_plain = is_plain
         self.gathers_weights = gathers_weights
+        self.report = report
         self.eos_token_ids = frozenset(_as_list(config.eos_token_id))
 
     def sync(self, step: int) -> None:
@@ -70,7 +75,11 @@ class TransformersGenerator:
         ids, mask = self._inputs(prompt_ids or [[self.config.pad_token_id]])
         with _sampling_mode(model, self.config), self.accelerator.autocast():
             output = model.generate(
-                input_ids=ids, attention_mask=mask, generation_config=self.config, synced_gpus=True
+                input_ids=ids,
+                attention_mask=mask,
+                generation_config=self.config,
+                synced_gpus=True,
+                stopping_criteria=self._watchers(ids),
             )
         return [self._cut(completion) for completion in output[: len(prompt_ids), ids.shape[1] :].tolist()]
 
@@ -85,8 +94,20 @@ class TransformersGenerator:
                     drawn = self._sample(model, name, cache, ids, mask)
                 return [self._cut(completion) for completion in drawn]
             prefilled = {} if cache is None or self.config.cache_implementation is not None else {name: cache}
-            output = model.generate(input_ids=ids, attention_mask=mask, generation_config=self.config, **prefilled)
+            output = model.generate(
+                input_ids=ids,
+                attention_mask=mask,
+                generation_config=self.config,
+                stopping_criteria=self._watchers(ids),
+                **prefilled,
+            )
         return [self._cut(completion) for completion in output[:, ids.shape[1] :].tolist()]
+
+    def _watchers(self, ids: Tensor) -> StoppingCriteriaList | None:
+        """What tells how far `generate` is; None where nobody listens."""
+        if self.report is None:
+            return None
+        return StoppingCriteriaList([_Watch(self.report, ids, ends=self.eos_token_ids)])
 
     def _sample(self, model: Any, name: str, cache: DynamicCache, ids: Tensor, mask: Tensor) -> list[list[int]]:
         """Completions of all rows, drawn token by token; rows that have ended are dropped from the cache."""
@@ -94,12 +115,15 @@ class TransformersGenerator:
         ends = torch.tensor(sorted(self.eos_token_ids), device=ids.device)
         rows = torch.arange(len(ids), device=ids.device)
         token, position = ids[:, -1:], mask.sum(-1, keepdim=True) - 1
+        report, num_tokens = self.report or _ignore, 0
         for _ in range(self.config.max_new_tokens):
             inputs = {"input_ids": token, "attention_mask": mask, "position_ids": position, name: cache}
             logits = model(**inputs, use_cache=True).logits[:, -1].float()
             token = draw(logits, temperature=self.config.temperature).unsqueeze(-1)
             for row, drawn in zip(rows.tolist(), token.squeeze(-1).tolist(), strict=True):
                 completions[row].append(drawn)
+            num_tokens += len(rows)
+            report(len(ids) - len(rows), num_tokens)
             goes_on = ~torch.isin(token.squeeze(-1), ends)
             if not goes_on.all():
                 rows, token, position, mask = rows[goes_on], token[goes_on], position[goes_on], mask[goes_on]
@@ -123,6 +147,7 @@ class TransformersGenerator:
         sequences = [list(prompt) for prompt in prompt_ids]
         going = list(range(len(sequences)))
         head = model.get_output_embeddings()
+        report, num_tokens = self.report or _ignore, 0
         for _ in range(self.config.max_new_tokens):
             lengths = [len(sequences[row]) for row in going]
             ids = pad([sequences[row] for row in going], self.config.pad_token_id, dtype=torch.long)
@@ -143,7 +168,9 @@ class TransformersGenerator:
             drawn = draw(logits.float(), temperature=self.config.temperature).tolist()
             for row, token in zip(going, drawn, strict=True):
                 sequences[row].append(token)
+            num_tokens += len(going)
             going = [row for row, token in zip(going, drawn, strict=True) if token not in self.eos_token_ids]
+            report(len(sequences) - len(going), num_tokens)
             if not going:
                 break
         return [sequence[len(prompt) :] for sequence, prompt in zip(sequences, prompt_ids, strict=True)]
@@ -154,6 +181,43 @@ class TransformersGenerator:
             if token in self.eos_token_ids:
                 return Completion(ids[:length], is_truncated=False)
         return Completion(ids, is_truncated=True)
+
+
+def _ignore(num_finished: int, num_tokens: int) -> None:
+    """A report to nobody."""
+
+
+class _Watch(StoppingCriteria):
+    """Reports completions finished and tokens drawn inside `generate`, some times a second, and stops nothing.
+
+    `generate` does not wait for the device in each step, and neither does this: counts are copied to the host beside
+    its work and reported in the first step that finds them there.
+    """
+
+    def __init__(self, report: Report, prompt_ids: Tensor, *, ends: Collection[int]):
+        self.report, self.num_prompt = report, prompt_ids.shape[1]
+        self.ends = torch.tensor(sorted(ends), device=prompt_ids.device)
+        self.never = torch.zeros(len(prompt_ids), dtype=torch.bool, device=prompt_ids.device)
+        self.counts: Tensor | None = None
+        self.copied: torch.Event | None = None
+        self.next = time.monotonic() + INTERVAL
+
+    def __call__(self, input_ids: Tensor, scores: Any, **_: Any) -> Tensor:
+        if self.counts is not None and (self.copied is None or self.copied.query()):
+            num_finished, num_tokens = self.counts.tolist()
+            self.report(num_finished, num_tokens)
+            self.counts = None
+        if self.counts is None and time.monotonic() >= self.next:
+            self.next = time.monotonic() + INTERVAL
+            is_end = torch.isin(input_ids[:, self.num_prompt :], self.ends)
+            num_ends = is_end.cumsum(1)
+            is_drawn = (num_ends - is_end.long()) == 0  # what stands after the first end is padding
+            counts = torch.stack([(num_ends[:, -1] > 0).sum(), is_drawn.sum()])
+            self.counts = counts.to("cpu", non_blocking=True)
+            if counts.device.type == "cuda":
+                self.copied = torch.Event(device=counts.device)
+                self.copied.record()
+        return self.never
 
 
 def _prefill(

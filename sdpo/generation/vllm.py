@@ -5,6 +5,7 @@ Letters: T tokens of a completion.
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import socket
@@ -13,6 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Protocol, get_args
@@ -21,11 +23,12 @@ import torch
 from accelerate import Accelerator
 from safetensors.torch import save_file
 from torch import Tensor, nn
+from tqdm.std import tqdm
 
 from sdpo import distributed
 from sdpo.generation.engine import check_weights, completion_of, grouped, sampling_params, weights_of
 from sdpo.generation.weights import check_engine_can_hold, engine_weights, lora_factors
-from sdpo.types import Completion, EngineSettings, SamplingSettings
+from sdpo.types import Completion, EngineSettings, Report, SamplingSettings
 
 SEED_STRIDE = 1_000_003  # between the seeds of two engines
 
@@ -49,9 +52,11 @@ class ColocatedGenerator:
         settings: EngineSettings,
         sampling: SamplingSettings,
         eos_token_ids: Sequence[int],
+        report: Report | None = None,
     ):
         self.get_model, self.accelerator, self.settings = get_model, accelerator, settings
         self.sampling, self.eos_token_ids = sampling, frozenset(eos_token_ids)
+        self.report = report
         policy = accelerator.unwrap_model(get_model())
         check_engine_can_hold(policy)
         self._lora = Lora(policy) if settings.lora_as_adapter else None
@@ -128,7 +133,7 @@ class ColocatedGenerator:
         parameters = [self._parameters(vllm, number) for _, number in groups]
         prompts = [{"prompt_token_ids": ids} for ids, _ in groups]
         with self._own_randomness():
-            outputs = self._run(prompts, parameters) if prompts else []
+            outputs = self._run(prompts, parameters, bar=self._bar(len(prompt_ids), of=len(world))) if prompts else []
         if self.settings.enable_sleep_mode:
             self.engine.sleep(level=2)
             self._pushed = None  # the weights are gone
@@ -142,9 +147,14 @@ class ColocatedGenerator:
             for output in drawn[first : first + len(prompt_ids)]
         ]
 
-    def _run(self, prompts: Any, parameters: Any) -> Any:
+    def _bar(self, num_own: int, *, of: int) -> Any:
+        """What makes the engine's bars, for this rank's share of the completions; False where nobody listens."""
+        return False if self.report is None else partial(_ReportingBar, self.report, num_own / of)
+
+    def _run(self, prompts: Any, parameters: Any, *, bar: Any = False) -> Any:
+        """`bar`: what the engine makes its bars with; False for none."""
         adapter = {} if self._lora is None else {"lora_request": self._lora.request()}
-        return self.engine.generate(prompts, parameters, use_tqdm=False, **adapter)
+        return self.engine.generate(prompts, parameters, use_tqdm=bar, **adapter)
 
     def _parameters(self, vllm: Any, number: int) -> Any:
         values = sampling_params(self.sampling, number=number, eos_token_ids=self.eos_token_ids)
@@ -179,6 +189,20 @@ class ColocatedGenerator:
         with torch.random.fork_rng(devices=self._cuda()):
             torch.manual_seed(seed)
             yield
+
+
+class _ReportingBar(tqdm):
+    """The bar that an engine moves when a request has finished; it draws nothing and reports `share` of it."""
+
+    def __init__(self, report: Report, share: float, *args: Any, **kwargs: Any):
+        self.report, self.share = report, share
+        super().__init__(*args, **kwargs, file=io.StringIO())
+
+    def update(self, n: float | None = 1) -> bool | None:
+        is_drawn = super().update(n)
+        if self.iterable is None:  # the other one counts the requests that are handed in
+            self.report(round(self.share * self.n), 0)
+        return is_drawn
 
 
 def _model_of(engine: Any) -> Any:

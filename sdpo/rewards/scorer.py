@@ -10,16 +10,18 @@ import numbers
 import weakref
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from itertools import count
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
-from transformers import AutoModelForSequenceClassification, AutoTokenizer, PreTrainedModel
+from transformers import PreTrainedModel
 
-from sdpo.reprompt import content_text, copy_containers
+from sdpo.reprompt import copy_containers
 from sdpo.rewards.attempts import truncation_argument
-from sdpo.types import Message, Prompt, Rollout, Score, ScoredRollout
+from sdpo.rewards.reward_model import RewardModel
+from sdpo.types import Report, Rollout, Score, ScoredRollout
 
 FEEDBACK_COLUMN, QUESTION_COLUMN = "privileged_context", "teacher_prompt"
 _NOT_COLUMNS = {"prompt", "completion", "completion_ids"}
@@ -66,7 +68,7 @@ class RewardScorer:
         self.functions: list[Callable[..., Any]] = []
         for function, processing_class in zip(given, processing_classes, strict=True):
             if isinstance(function, str | PreTrainedModel):
-                function = _RewardModel(
+                function = RewardModel(
                     function,
                     processing_class,
                     chat_template_kwargs=chat_template_kwargs,
@@ -79,11 +81,17 @@ class RewardScorer:
         weakref.finalize(self, self._loop.close)
 
     def score(
-        self, rollouts: Sequence[Rollout], examples: Sequence[Mapping[str, Any]], *, trainer_state: Any
+        self,
+        rollouts: Sequence[Rollout],
+        examples: Sequence[Mapping[str, Any]],
+        *,
+        trainer_state: Any,
+        report: Report = lambda *_: None,
     ) -> list[ScoredRollout]:
         """One value per rollout; `examples` are the dataset's rows, one a rollout.
 
-        Functions get copies, so that what they change stays with them.
+        Functions get copies, so that what they change stays with them. `report` is told the rewards there are and the
+        functions that have finished, whenever one has.
 
         Raises:
             TypeError: a value or feedback of a kind that is not allowed.
@@ -93,7 +101,13 @@ class RewardScorer:
         if len(rollouts) != len(examples):
             raise ValueError(f"{len(rollouts)} rollouts but {len(examples)} examples; one a rollout is needed")
         columns = _columns(examples)
-        returned = self._call_all(rollouts, columns, trainer_state)
+        numbers_done = count(1)
+
+        def on_finished() -> None:
+            num_finished = next(numbers_done)
+            report(num_finished * len(rollouts), num_finished)
+
+        returned = self._call_all(rollouts, columns, trainer_state, on_finished)
         by_function = [_scores(name, values, len(rollouts)) for name, values in zip(self.names, returned, strict=True)]
         fallback = [
             _format_feedback(example.get(FEEDBACK_COLUMN), f"{FEEDBACK_COLUMN} of row {i}", is_named=True)
@@ -121,7 +135,11 @@ class RewardScorer:
         )
 
     def _call_all(
-        self, rollouts: Sequence[Rollout], columns: Mapping[str, list[Any]], trainer_state: Any
+        self,
+        rollouts: Sequence[Rollout],
+        columns: Mapping[str, list[Any]],
+        trainer_state: Any,
+        on_finished: Callable[[], None],
     ) -> list[Any]:
         """What each function returns: called in order, then what is to be awaited is awaited at once."""
         step = trainer_state.global_step
@@ -134,6 +152,8 @@ class RewardScorer:
                     returned.append(function(**arguments))
                 except Exception as error:
                     raise _named(error, name, step) from error
+                if not inspect.isawaitable(returned[-1]):
+                    on_finished()
         except RuntimeError:
             for value in returned:
                 if inspect.iscoroutine(value):
@@ -142,7 +162,8 @@ class RewardScorer:
         waiting = {i: value for i, value in enumerate(returned) if inspect.isawaitable(value)}
         if waiting:
             names = [self.names[i] for i in waiting]
-            for i, value in zip(waiting, self._run(_gather(names, list(waiting.values()), step)), strict=True):
+            work = _gather(names, list(waiting.values()), step, on_finished)
+            for i, value in zip(waiting, self._run(work), strict=True):
                 returned[i] = value
         return returned
 
@@ -186,14 +207,18 @@ def _arguments(rollouts: Sequence[Rollout]) -> dict[str, list[Any]]:
     }
 
 
-async def _gather(names: Sequence[str], awaitables: Sequence[Any], step: int) -> list[Any]:
+async def _gather(
+    names: Sequence[str], awaitables: Sequence[Any], step: int, on_finished: Callable[[], None]
+) -> list[Any]:
     """Results of all, or the first error; then none of them goes on in the background."""
 
     async def result(name: str, awaitable: Any) -> Any:
         try:
-            return await awaitable
+            value = await awaitable
         except Exception as error:
             raise _named(error, name, step) from error
+        on_finished()
+        return value
 
     tasks = [asyncio.ensure_future(result(*pair)) for pair in zip(names, awaitables, strict=True)]
     try:
@@ -332,69 +357,3 @@ def _unique(names: Sequence[str]) -> list[str]:
         is_free = name not in taken
         taken.append(name if is_free else next(c for c in candidates if c not in taken and c not in names))
     return taken
-
-
-# --- models ----------------------------------------------------------------------------------------------------------
-
-
-class _RewardModel:
-    """Score of [prompt; completion] by a sequence-classification model with one label, as a reward function."""
-
-    def __init__(
-        self,
-        model: str | PreTrainedModel,
-        tokenizer: Any,
-        *,
-        chat_template_kwargs: Mapping[str, Any],
-        model_init_kwargs: Mapping[str, Any],
-        device: torch.device | str,
-    ) -> None:
-        is_placed = False
-        if isinstance(model, str):
-            path, revision = model, model_init_kwargs.get("revision")
-            is_placed = "device_map" in model_init_kwargs
-            model = AutoModelForSequenceClassification.from_pretrained(path, **{**model_init_kwargs, "num_labels": 1})
-        else:
-            path, revision = model.config.name_or_path, None
-        if model.config.num_labels != 1:
-            raise ValueError(f"reward model {path!r} has {model.config.num_labels} labels; a reward needs exactly one")
-        if tokenizer is None:
-            trust_remote_code = model_init_kwargs["trust_remote_code"]
-            tokenizer = AutoTokenizer.from_pretrained(path, revision=revision, trust_remote_code=trust_remote_code)
-        if tokenizer.pad_token_id is None:
-            tokenizer.pad_token = tokenizer.eos_token
-        model.config.pad_token_id = tokenizer.pad_token_id
-        self.model = (model if is_placed else model.to(device)).eval()
-        self.tokenizer = tokenizer
-        self._chat_template_kwargs = dict(chat_template_kwargs)
-
-    def __call__(self, *, prompts: Sequence[Prompt], completions: Sequence[Any], **_: Any) -> Tensor:
-        """Reward of each completion (N,)."""
-        ids = [self._ids(prompt, completion) for prompt, completion in zip(prompts, completions, strict=True)]
-        rows_by_length: dict[int, list[int]] = {}
-        for row, row_ids in enumerate(ids):
-            rows_by_length.setdefault(len(row_ids), []).append(row)
-        rewards = torch.zeros(len(ids))
-        with torch.no_grad():
-            # Rows of one length need no padding, so a reward does not depend on its neighbours.
-            for rows in rows_by_length.values():
-                input_ids = torch.tensor([ids[row] for row in rows], device=self.model.device)
-                logits = self.model(input_ids=input_ids, attention_mask=torch.ones_like(input_ids)).logits
-                rewards[rows] = logits[:, 0].float().cpu()
-        return rewards
-
-    def _ids(self, prompt: Prompt, completion: Any) -> list[int]:
-        if isinstance(prompt, str):
-            return list(self.tokenizer(prompt + completion)["input_ids"])
-        text = self.tokenizer.apply_chat_template(
-            _conversation(prompt, completion[0]["content"]), tokenize=False, **self._chat_template_kwargs
-        )
-        return list(self.tokenizer(text, add_special_tokens=False)["input_ids"])
-
-
-def _conversation(prompt: Sequence[Message], text: str) -> list[Message]:
-    """The chat with its answer; a prefilled last turn and its continuation are one turn."""
-    messages = [m if m.get("content") is None else {**m, "content": content_text(m["content"])} for m in prompt]
-    if messages[-1]["role"] == "assistant":
-        return [*messages[:-1], {**messages[-1], "content": messages[-1]["content"] + text}]
-    return [*messages, {"role": "assistant", "content": text}]
