@@ -182,7 +182,9 @@ class EMATeacher:
         reshard(self._module)
         # By their order: a wrapper may change the names of the student's.
         student = [p for p in self._module.parameters() if p.requires_grad]
-        if [id(p) for p in student] == [id(p) for p in self._student]:
+        # DeepSpeed rounds parameters in place: the same ones may be of another dtype.
+        is_kept = [own.dtype == torch.float32 for own in self.copy.trained()] == [b is None for b in self._beside]
+        if is_kept and [id(p) for p in student] == [id(p) for p in self._student]:
             return
         self._student = student
         # A float32 copy is its own average; one of another dtype has its average beside it.
