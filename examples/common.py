@@ -198,7 +198,7 @@ def success_rates(trainer: SDPOTrainer, questions: Dataset, *, num_samples: int)
         batch = examples[start : start + size]
         batch = batch[len(batch) * rank // world_size : len(batch) * (rank + 1) // world_size]
         rollouts = trainer.roll_out(batch, "eval")  # on every rank, also for no rows
-        scored = trainer.scorer.score(rollouts, batch, trainer_state=trainer.state) if rollouts else []
+        scored = trainer.score(rollouts, batch)
         found, _ = gather_rows([is_success(row, trainer.args.reprompt) for row in scored], trainer.accelerator)
         successes += found
     return [sum(successes[i : i + num_samples]) / num_samples for i in range(0, len(examples), num_samples)]

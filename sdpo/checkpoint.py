@@ -263,13 +263,15 @@ class CheckpointedTrainer(HubTrainer):
         return prepared
 
     def place(self) -> None:
-        """Cuts up student, teacher and reference for an evaluation before training; training does it by itself."""
+        """Cuts up student, teacher and reference for what comes before training; training does it by itself."""
         if self.accelerator.is_fsdp2 and not is_sharded(self.model):
             self._place_copies()
             self.create_optimizer()  # FSDP2 places a model with its optimizer, and training will use both
             self.model, self.optimizer = self.accelerator.prepare(self.model, self.optimizer)
             self.model_wrapped = self.model
             self._start_teacher()
+        elif self.is_deepspeed_enabled and self.deepspeed is None:
+            self.model.to(self.accelerator.device)  # DeepSpeed has nothing to do before training
 
     def _place_copies(self) -> None:
         """Puts teacher and reference where the student will be; before it, so that its first weights are theirs."""

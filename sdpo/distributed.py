@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 import torch
 from accelerate import Accelerator
 from accelerate.utils import broadcast_object_list, gather_object
+from torch import nn
 
 from sdpo.types import LossCounts
 
@@ -62,10 +63,10 @@ def together(accelerator: Accelerator, *, is_joint: bool = False) -> Iterator[No
     if is_joint:
         yield
         return
-    error = None
+    error: BaseException | None = None
     try:
         yield
-    except Exception as raised:
+    except (Exception, SystemExit) as raised:  # a rank that exits without an error would be waited for as well
         error = raised
     texts = gather_values(None if error is None else f"{type(error).__name__}: {error}", accelerator)
     if error is not None:
@@ -73,6 +74,22 @@ def together(accelerator: Accelerator, *, is_joint: bool = False) -> Iterator[No
     for rank, text in enumerate(texts):
         if text is not None:
             raise RuntimeError(f"Rank {rank} failed. {text}")
+
+
+@torch.no_grad()
+def start_alike(model: nn.Module, accelerator: Accelerator) -> None:
+    """Gives every rank the main process's trained parameters, in place.
+
+    The wrapper does that to the student, but teacher and reference are copied before it; and an adapter that a script
+    has added without a seed is another one on each rank. FSDP2 takes a piece from each rank, also of the copies.
+    """
+    if accelerator.num_processes == 1 or accelerator.is_fsdp2:
+        return
+    for parameter in model.parameters():
+        if parameter.requires_grad and not hasattr(parameter, "ds_id"):
+            values = parameter.detach().to(accelerator.device)
+            torch.distributed.broadcast(values, src=0)
+            parameter.copy_(values)
 
 
 def num_behind(number: int, accelerator: Accelerator) -> int:

@@ -94,8 +94,9 @@ class CompletionLog(TrainerCallback):
         self._on_main(completion_log.begin, _folder(args), step=state.global_step)
 
     def on_log(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        if self._is_training:  # an evaluation may come before any training
-            self._on_main(completion_log.append_metrics, _folder(args), state.log_history[-1])
+        # By the main process alone, since a callback may call `trainer.log` there only.
+        if self._is_training and self._accelerator.is_main_process:  # an evaluation may come before any training
+            completion_log.append_metrics(_folder(args), state.log_history[-1])
 
     def on_step_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         with distributed.together(self._accelerator):

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from accelerate import Accelerator
 from transformers.utils import logging
 
+from sdpo import distributed
 from sdpo.config import SDPOConfig
-from sdpo.data import check_dataset, columns_to_keep, named_datasets
+from sdpo.data import check_dataset, columns_to_keep, is_stream, named_datasets
 from sdpo.reprompt import with_question
 from sdpo.rewards.scorer import FEEDBACK_COLUMN, QUESTION_COLUMN
 
@@ -30,6 +34,28 @@ def check_data(train: Any, evaluation: Any, reward_funcs: Any, args: SDPOConfig)
         found.append([with_question(row["prompt"], row[QUESTION_COLUMN]) for row in asked])
     check_sources(reward_funcs, args, has_questions=any(found[1::2]))
     return found
+
+
+def check_same_data(
+    train: Any, evaluation: Any, prompts_by_dataset: Sequence[Sequence[Any]], accelerator: Accelerator
+) -> None:
+    """Makes sure that all ranks read the same rows, of which each takes a share of its own. On every rank.
+
+    Raises:
+        ValueError: they do not: completions of different questions would be taken for those of one.
+    """
+    if accelerator.num_processes == 1:
+        return
+    lengths = [None if is_stream(dataset) else len(dataset) for _, dataset in named_datasets(train, evaluation)]
+    rows = json.dumps([lengths, prompts_by_dataset], default=lambda value: type(value).__name__)
+    found = distributed.gather_values((lengths, hashlib.sha256(rows.encode()).hexdigest()), accelerator)
+    if len({digest for _, digest in found}) > 1:
+        raise ValueError(
+            "The processes were given different datasets: "
+            f"their numbers of rows are {[of_rank for of_rank, _ in found]}, and their prompts or the order of them "
+            "differ. Every process reads the whole dataset and takes its share of each block, so give all of them the "
+            "same one: shuffle it with a fixed seed, and do not split it by rank."
+        )
 
 
 def columns_of_run(reward_functions: Sequence[Callable[..., Any]], args: SDPOConfig) -> list[str] | None:

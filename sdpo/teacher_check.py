@@ -17,10 +17,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from transformers.utils import logging
 
+from sdpo import distributed
 from sdpo.data import select_columns
 from sdpo.demonstrations import is_success
 from sdpo.reprompt import build_teacher_contexts, fit_teacher_prompt
-from sdpo.types import RepromptSettings, Rollout, ScoredRollout, TeacherContext
+from sdpo.types import Prompt, RepromptSettings, Rollout, ScoredRollout, TeacherContext
 
 if TYPE_CHECKING:
     from sdpo.trainer import SDPOTrainer
@@ -109,7 +110,7 @@ def compare_teacher(trainer: SDPOTrainer, *, dataset: Any = None, num_prompts: i
 
     Samples `num_generations` answers a question from the student, and for each answer that has a context one from the
     teacher. Success is `success_reward_threshold`, as in training. The random state of the run is left as it was.
-    With several processes, every one samples all of it and comes to an answer of its own.
+    Several processes share out the questions, and all of them get the same answer; to be called on every one.
     Warns where the teacher is not clearly better: a teacher that answers worse pulls the student down.
 
     Raises:
@@ -119,11 +120,13 @@ def compare_teacher(trainer: SDPOTrainer, *, dataset: Any = None, num_prompts: i
     rows = list(islice(iter(dataset), num_prompts)) if dataset is not None else []
     if not rows:
         raise ValueError("compare_teacher needs a dataset with at least one row; pass dataset=...")
+    rank, world_size = trainer.args.process_index, trainer.args.world_size
+    rows = rows[len(rows) * rank // world_size : len(rows) * (rank + 1) // world_size]
     rows = [select_columns(row, trainer.columns) for row in rows]
     examples = [row for row in rows for _ in range(trainer.args.num_generations)]
     settings = trainer.reprompt
     with torch.random.fork_rng():
-        attempts = trainer.scorer.score(trainer.roll_out(examples, "train"), examples, trainer_state=trainer.state)
+        attempts = trainer.score(trainer.roll_out(examples, "train"), examples)
         run = _teacher_accuracy(trainer, attempts, examples, settings, lambda context: context.is_informative)
         by_context = {}
         for kind, flags in KINDS.items():
@@ -155,10 +158,12 @@ def _shows(flags: tuple[bool, bool], context: TeacherContext) -> bool:
 
 
 def _by_question(trainer: SDPOTrainer, rows: Sequence[ScoredRollout]) -> dict[int, list[bool]]:
+    """Successes of all ranks' rows by question, each question being one rank's."""
     found: dict[int, list[bool]] = defaultdict(list)
     for row in rows:
         found[row.rollout.group].append(is_success(row, trainer.reprompt))
-    return found
+    by_rank = distributed.gather_values(dict(found), trainer.accelerator)
+    return {group: successes for of_rank in by_rank for group, successes in of_rank.items()}
 
 
 def _teacher_accuracy(
@@ -169,7 +174,34 @@ def _teacher_accuracy(
     is_wanted: Callable[[TeacherContext], bool],
 ) -> TeacherAccuracy | None:
     """The teacher that these settings make, on the attempts whose context, once it fits, is wanted."""
-    chosen, prompts = [], []
+    with distributed.together(trainer.accelerator):
+        taught = _taught(trainer, attempts, settings, is_wanted)
+        chosen, prompt_ids = [i for i, _ in taught], trainer.tokenizer.encode([prompt for _, prompt in taught])
+    completions, texts = trainer.sample(prompt_ids)
+    answers = [
+        Rollout(attempts[i].rollout.group, attempts[i].rollout.prompt, ids, completion, text)
+        for i, ids, completion, text in zip(chosen, prompt_ids, completions, texts, strict=True)
+    ]
+    scored = trainer.score(answers, [examples[i] for i in chosen])
+    teacher = {group: sum(s) / len(s) for group, s in _by_question(trainer, scored).items()}
+    student = {group: sum(s) / len(s) for group, s in _by_question(trainer, attempts).items() if group in teacher}
+    if not teacher:
+        return None
+    return TeacherAccuracy(
+        teacher=Estimate.of(list(teacher.values())),
+        student=Estimate.of([student[group] for group in teacher]),
+        gain=Estimate.of([teacher[group] - student[group] for group in teacher]),
+    )
+
+
+def _taught(
+    trainer: SDPOTrainer,
+    attempts: Sequence[ScoredRollout],
+    settings: RepromptSettings,
+    is_wanted: Callable[[TeacherContext], bool],
+) -> list[tuple[int, Prompt]]:
+    """(index, the teacher's prompt) of each attempt whose context, once it fits, is wanted."""
+    found = []
     for i, context in enumerate(build_teacher_contexts(attempts, settings)):
         if context.is_informative:
             prompt, fitted, _ = fit_teacher_prompt(
@@ -179,26 +211,8 @@ def _teacher_accuracy(
                 count_tokens=lambda p: len(trainer.tokenizer.encode([p])[0]),
             )
             if is_wanted(fitted):
-                chosen.append(i)
-                prompts.append(prompt)
-    prompt_ids = trainer.tokenizer.encode(prompts)
-    trainer.generator.sync(trainer.state.global_step)
-    completions = trainer.generator.generate(prompt_ids)  # also of nothing: other ranks may have chosen something
-    if not chosen:
-        return None
-    texts = trainer.tokenizer.decode_batch([completion.ids for completion in completions])
-    answers = [
-        Rollout(attempts[i].rollout.group, attempts[i].rollout.prompt, ids, completion, text)
-        for i, ids, completion, text in zip(chosen, prompt_ids, completions, texts, strict=True)
-    ]
-    scored = trainer.scorer.score(answers, [examples[i] for i in chosen], trainer_state=trainer.state)
-    teacher = {group: sum(s) / len(s) for group, s in _by_question(trainer, scored).items()}
-    student = {group: sum(s) / len(s) for group, s in _by_question(trainer, attempts).items() if group in teacher}
-    return TeacherAccuracy(
-        teacher=Estimate.of(list(teacher.values())),
-        student=Estimate.of([student[group] for group in teacher]),
-        gain=Estimate.of([teacher[group] - student[group] for group in teacher]),
-    )
+                found.append((i, prompt))
+    return found
 
 
 def _warn(comparison: TeacherComparison) -> None:

@@ -34,7 +34,7 @@ from sdpo.rewards import RewardScorer
 from sdpo.served_teacher import Scorer, attach_served
 from sdpo.sharding import check_placement, is_sharded
 from sdpo.teacher import PolicyCopy, Teacher, build_teacher
-from sdpo.types import Block, Phase, Prompt, Rollout, Row, ScoredRollout, TeacherContext, TrainingBatch
+from sdpo.types import Block, Completion, Phase, Prompt, Rollout, Row, ScoredRollout, TeacherContext, TrainingBatch
 
 
 class SDPOTrainer(BlockTrainer, CheckpointedTrainer):
@@ -96,6 +96,8 @@ class SDPOTrainer(BlockTrainer, CheckpointedTrainer):
             optimizers=optimizers,
         )
         check_placement(self.accelerator, args)
+        sources.check_same_data(train_dataset, eval_dataset, prompts_by_dataset, self.accelerator)
+        distributed.start_alike(self.model, self.accelerator)
         hidden_size = self.model.config.get_text_config().hidden_size
         self.token_cost = 6.0 * hidden_size if forward.try_model(self.model, self.accelerator) else None
         self.scorer = RewardScorer(
@@ -193,8 +195,8 @@ class SDPOTrainer(BlockTrainer, CheckpointedTrainer):
         with self.clock.timed("generation"):
             rollouts = self.roll_out(examples, phase)
         self.clock.count_tokens(sum(len(rollout.completion.ids) for rollout in rollouts))
-        with self.clock.timed("scoring"), distributed.together(self.accelerator):
-            scored = self._score(rollouts, examples)
+        with self.clock.timed("scoring"):
+            scored = self.score(rollouts, examples)
         with self.clock.timed("contexts"):
             rows = self._add_contexts(scored, phase)
         with self.clock.timed("collation"):
@@ -220,26 +222,33 @@ class SDPOTrainer(BlockTrainer, CheckpointedTrainer):
         if num_cut := sum(was_cut for _, was_cut in encoded):
             counts = {"num_cut": num_cut, "num_prompts": len(encoded), "limit": self.args.max_prompt_length}
             self.diagnostics.tell_once("long_prompts", **counts)
-        is_joint = is_sharded(self.model) and not self.args.ds3_gather_for_generation
-        with distributed.together(self.accelerator, is_joint=is_joint):
-            self.generator.sync(self.state.global_step)
-            with self.progress.bar("Generation", len(encoded), unit="completions", note=tokens_note):
-                completions = self.generator.generate([ids for ids, _ in encoded])
-            texts = self.tokenizer.decode_batch([completion.ids for completion in completions])
+        completions, texts = self.sample([ids for ids, _ in encoded])
         start, num_generations = distributed.first_row(len(examples), self.accelerator), self.num_generations(phase)
         return [
             Rollout((start + i) // num_generations, prompts[i], ids, completions[i], texts[i], was_cut)
             for i, (ids, was_cut) in enumerate(encoded)
         ]
 
-    def _score(self, rollouts: list[Rollout], examples: Sequence[Example]) -> list[ScoredRollout]:
-        """Rewards of this rank's rows, if it has any."""
-        if not rollouts:
-            return []
+    def sample(self, prompt_ids: Sequence[list[int]]) -> tuple[list[Completion], list[str]]:
+        """A completion of each of this rank's prompts, and its text. On every rank, also before training."""
+        self.place()
+        is_joint = is_sharded(self.model) and not self.args.ds3_gather_for_generation
+        with distributed.together(self.accelerator, is_joint=is_joint):
+            self.generator.sync(self.state.global_step)
+            with self.progress.bar("Generation", len(prompt_ids), unit="completions", note=tokens_note):
+                completions = self.generator.generate(prompt_ids)
+            texts = self.tokenizer.decode_batch([completion.ids for completion in completions])
+        return completions, texts
+
+    def score(self, rollouts: Sequence[Rollout], examples: Sequence[Example]) -> list[ScoredRollout]:
+        """What the reward functions say of this rank's rollouts. On every rank, also where there are none."""
         num_functions = len(self.scorer.functions)
         total, note = len(rollouts) * num_functions, functions_note(num_functions)
-        with self.progress.bar("Scoring", total, unit="rewards", note=note):
-            return self.scorer.score(rollouts, examples, trainer_state=self.state, report=self.progress.report)
+        with distributed.together(self.accelerator):
+            if not rollouts:
+                return []
+            with self.progress.bar("Scoring", total, unit="rewards", note=note):
+                return self.scorer.score(rollouts, examples, trainer_state=self.state, report=self.progress.report)
 
     def _add_contexts(self, scored: list[ScoredRollout], phase: Phase) -> list[Row]:
         """Advantages and teacher prompts of this rank's rows, made from whole groups over all ranks."""
@@ -355,6 +364,11 @@ class SDPOTrainer(BlockTrainer, CheckpointedTrainer):
     def evaluation_loop(
         self, dataloader: BlockLoader, *args: Any, metric_key_prefix: str = "eval", **kwargs: Any
     ) -> EvalLoopOutput:
+        if self.is_deepspeed_enabled and self.deepspeed is None:
+            raise ValueError(
+                "With DeepSpeed an evaluation needs the engine that train() makes. Set eval_on_start=True to evaluate "
+                "before the first step, or call evaluate() after train()."
+            )
         self.metrics["eval"].clear()
         self.place()
         num_prompts = len(cast(Sized, dataloader.dataset)) if has_length(dataloader) else None

@@ -65,6 +65,22 @@ class ScriptByPrompt:
         return [Completion([*one, TOKENIZER.eos_token_id], is_truncated=False) for one in ids]
 
 
+class ScriptByPlace:
+    """A generator whose completions depend on the prompt and on how many equal ones stand before it."""
+
+    def sync(self, step: int) -> None:
+        pass
+
+    def generate(self, prompt_ids: Sequence[list[int]]) -> list[Completion]:
+        found: list[Completion] = []
+        number = 0
+        for i, ids in enumerate(prompt_ids):
+            number = number + 1 if i and prompt_ids[i - 1] == ids else 0
+            drawn = TOKENIZER(TEXTS[(sum(ids) + number) % ROWS], add_special_tokens=False)["input_ids"]
+            found.append(Completion([*drawn, TOKENIZER.eos_token_id], is_truncated=False))
+        return found
+
+
 class SharedScript:
     """A generator whose completions are those of a script, by the row's place among all ranks' rows."""
 
@@ -122,8 +138,8 @@ def parallelism(case: Case, world_size: int) -> dict[str, Any]:
     return {"ddp_backend": "gloo"}
 
 
-def build(case: Case, folder: Path, *, world_size: int = 1, microbatch: int = ROWS, **trainer: Any) -> SDPOTrainer:
-    """The trainer of a case on this rank; `microbatch` rows at a time, as often as makes one block of `ROWS`."""
+def arguments(case: Case, folder: Path, *, world_size: int = 1, microbatch: int = ROWS) -> SDPOConfig:
+    """The settings of a case on this rank; `microbatch` rows at a time, as often as makes one block of `ROWS`."""
     if not case.kind.startswith("zero"):
         reset()
     settings: dict[str, Any] = {
@@ -150,7 +166,15 @@ def build(case: Case, folder: Path, *, world_size: int = 1, microbatch: int = RO
     if case.kind == "fsdp2" and world_size > 1:
         # On CPUs accelerate takes FSDP for DDP unless the processes look as if they had GPUs.
         PartialState._shared_state["distributed_type"] = DistributedType.MULTI_GPU
-    model = make_model(TOKENIZER)
+    return args
+
+
+def build(
+    case: Case, folder: Path, *, world_size: int = 1, microbatch: int = ROWS, model: Any = None, **trainer: Any
+) -> SDPOTrainer:
+    """The trainer of a case on this rank; `model` in place of the one that all ranks make alike."""
+    args = arguments(case, folder, world_size=world_size, microbatch=microbatch)
+    model = make_model(TOKENIZER) if model is None else model
     if case.tied:
         model.config.tie_word_embeddings = True
         model = Qwen2ForCausalLM(model.config).float()

@@ -18,7 +18,7 @@ import torch
 from cases import BLEND, FSDP2_VARIANTS, LORA, ROWS, SAME_UPDATE, build, trained
 from launch import HERE, run_suite, torchrun
 from safetensors.torch import load_file
-from suites import CHECKPOINTS, KINDS, REUSED, evaluated, logged
+from suites import CHECKPOINTS, KINDS, REUSED, compared, different_start, evaluated, logged, sampled_before
 
 from sdpo.checkpoint import check_layout
 
@@ -124,6 +124,7 @@ def test_the_cases_move_the_weights() -> None:
         ("generation", "the engine is full"),
         ("hook", "the disk is full"),
         ("prompt", "a prompt that no template takes"),
+        ("exit", "SystemExit: 0"),
     ],
 )
 def test_an_error_on_one_rank_ends_all_with_its_text(ranks: Results, kind: str, stage: str, text: str) -> None:
@@ -137,6 +138,58 @@ def test_an_error_on_one_rank_ends_all_with_its_text(ranks: Results, kind: str, 
 def test_a_metric_of_one_rank_is_logged(ranks: Results, kind: str) -> None:
     for found in values(ranks, f"{kind}: a metric of one rank"):
         assert [log.get("only_here") for log in found["logs"]] == [3.0, 3.0]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_datasets_that_differ_between_ranks_are_refused(ranks: Results, kind: str) -> None:
+    for rank in ranks:
+        assert "different datasets: their numbers of rows are [[2], [2]]" in rank[f"{kind}: different data"]["error"]
+
+
+# --- before training ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_ranks_that_drew_different_adapters_train_one_student_and_one_teacher(
+    ranks: Results, kind: str, tmp_path: Path
+) -> None:
+    """Under DDP that of the main process; FSDP2 takes a piece from each rank."""
+    first, second = values(ranks, f"{kind}: different start")
+    assert_same(first, second, tolerance=0.0)
+    if kind == "ddp":
+        assert_same(first, different_start("ddp", tmp_path))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_ranks_sample_from_the_policy_before_training(ranks: Results, kind: str, tmp_path: Path) -> None:
+    expected = sampled_before("ddp", tmp_path)
+    assert len(set(expected)) == 2
+    assert values(ranks, f"{kind}: sampling before training") == [expected, expected]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_ranks_share_out_a_comparison_of_teacher_and_student(ranks: Results, kind: str, tmp_path: Path) -> None:
+    """Five questions, two of one rank and three of the other; both say what one process does."""
+    expected = compared("ddp", tmp_path)
+    assert "(5 questions)" in expected and "gain" in expected
+    assert values(ranks, f"{kind}: compare_teacher") == [expected, expected]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_error_of_one_rank_ends_the_comparison_on_all(ranks: Results, kind: str) -> None:
+    first, second = (rank[f"{kind}: error in compare_teacher"] for rank in ranks)
+    assert "Rank 1 failed" in first["error"] and "no such verifier" in second["error"]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_search_of_two_ranks_ends_on_both_with_the_success_of_one(ranks: Results, kind: str) -> None:
+    """Blocks of 8: the first is trained on, and the fifth attempt of the second, 13 in all, is the last rank's."""
+    first, second = values(ranks, f"{kind}: discover")
+    assert first == second and len(first) == 2
+    for found in first:
+        assert (found["index"], found["steps"], found["is_kept"]) == (ROWS + ROWS // 2 + 1, 1, True)
+        assert [step for _, step, _, _ in found["attempts"]] == [0] * ROWS + [1] * ROWS
+        assert found["told"] == [index for index, *_ in found["attempts"]] == list(range(1, 2 * ROWS + 1))
 
 
 # --- the log of completions --------------------------------------------------------------------------
@@ -176,6 +229,11 @@ def test_a_log_that_cannot_be_written_ends_all_ranks(ranks: Results, kind: str) 
     first, second = (rank[f"{kind}: error in the log"] for rank in ranks)
     assert "Exists" in first["error"] or "NotADirectory" in first["error"]
     assert "The main process failed" in second["error"]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_number_that_the_main_process_logs_alone_keeps_nobody_waiting(ranks: Results, kind: str) -> None:
+    assert values(ranks, f"{kind}: a number of the main process") == [[2.0, 2.0]] * 2
 
 
 # --- evaluation --------------------------------------------------------------------------------------
