@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -11,6 +12,7 @@ from typing import Any
 import torch
 
 HERE = Path(__file__).parent
+CONFIGS = HERE.parent.parent / "examples" / "accelerate_configs"
 
 
 def environment(**more: str) -> dict[str, str]:
@@ -50,6 +52,16 @@ def torchrun(
             output, _ = process.communicate()
         raise AssertionError(f"not finished after {limit_s} s:\n{output[-6000:]}") from None
     return subprocess.CompletedProcess(command, process.returncode, output, "")
+
+
+def launched_with(name: str, folder: Path, **env: str) -> dict[str, Any]:
+    """What two processes on CPUs say, started by `accelerate launch` with a configuration that is shipped."""
+    command = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(CONFIGS / f"{name}.yaml")]
+    command += ["--num_processes", "2", "--mixed_precision", "no", str(HERE / "launched.py"), str(folder), name]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment(**env), timeout=300, check=False)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+    [found] = [json.loads(line) for line in done.stdout.splitlines() if line.startswith('{"processes"')]
+    return dict(found)
 
 
 def run_suite(suite: str, folder: Path, *, num_ranks: int = 2, limit_s: float) -> list[dict[str, Any]]:

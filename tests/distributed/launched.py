@@ -14,6 +14,7 @@ from conftest import make_model
 from datasets import Dataset
 
 from sdpo import SDPOConfig, SDPOTrainer
+from sdpo.sharding import parallelism_of
 
 
 def main(folder: Path, name: str) -> None:
@@ -43,7 +44,8 @@ def main(folder: Path, name: str) -> None:
     accelerator = trainer.accelerator
     trainer.generator = SharedScript(TEXTS, rank=accelerator.process_index, world_size=world_size)
     trainer.train()
-    found = {"processes": accelerator.num_processes, "fsdp2": accelerator.is_fsdp2, "steps": trainer.state.global_step}
+    kind = "fsdp2" if accelerator.is_fsdp2 else parallelism_of(args)
+    found = {"processes": accelerator.num_processes, "parallelism": kind, "steps": trainer.state.global_step}
     if accelerator.is_main_process:
         print(json.dumps(found), flush=True)
 

@@ -13,9 +13,10 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 from cases import SAME_UPDATE, trained
-from launch import HERE, environment
-from suites import SUITES, ZERO_CASES, ZERO_KINDS
-from test_two_ranks import assert_same
+from launch import HERE, environment, launched_with
+from safetensors.torch import load_file
+from suites import SUITES, ZERO_CASES, ZERO_KINDS, ZERO_PARTS, in_parts
+from test_two_ranks import assert_same, assert_same_numbers
 
 pytestmark = [
     pytest.mark.timeout(1200),
@@ -25,12 +26,17 @@ Results = list[dict[str, Any]]
 
 
 @pytest.fixture(scope="module")
-def ranks(tmp_path_factory: pytest.TempPathFactory) -> Results:
+def on_cpus(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """Variables of the environment. An operator is compiled at the first start; a killed start leaves a lock there."""
+    return {"DS_ACCELERATOR": "cpu", "TORCH_EXTENSIONS_DIR": str(tmp_path_factory.mktemp("extensions"))}
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory: pytest.TempPathFactory, on_cpus: dict[str, str]) -> Results:
     folder = tmp_path_factory.mktemp("zero")
     command = [sys.executable, str(HERE / "forked.py"), str(folder), "zero", "2"]
-    # An operator that is compiled at the first start goes to a folder of this launch: a killed start leaves a lock.
-    more = {"DS_ACCELERATOR": "cpu", "TORCH_EXTENSIONS_DIR": str(folder / "extensions")}
-    done = subprocess.run(command, capture_output=True, text=True, env=environment(**more), timeout=1100, check=False)
+    env = environment(**on_cpus)
+    done = subprocess.run(command, capture_output=True, text=True, env=env, timeout=1100, check=False)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
     return [torch.load(folder / f"rank{rank}.pt") for rank in range(2)]
 
@@ -53,3 +59,31 @@ def test_ranks_sample_different_completions_of_one_prompt(ranks: Results, run: s
     first, second = (found["completions"] for found in values(ranks, run))
     assert len(first) == len(second) == 8
     assert len({tuple(ids) for ids in first[:4] + second[:4]}) >= 7
+
+
+@pytest.mark.parametrize("kind", ZERO_KINDS)
+@pytest.mark.parametrize("name", ZERO_PARTS)
+def test_evaluations_and_a_resumed_run_have_the_numbers_of_one_process(
+    ranks: Results, kind: str, name: str, tmp_path: Path
+) -> None:
+    """Weights of student and teacher, logs and evaluations; the saved model is the student, whole."""
+    expected = in_parts("ddp", ZERO_PARTS[name], tmp_path / "run", name="run")
+    straight, resumed = (values(ranks, f"{kind}: {name}, {part}") for part in ("straight", "resumed"))
+    for found in (*straight, *resumed):
+        assert_same(found, expected)
+        assert len(found["evaluations"]) == 2
+        for log, other in zip(found["evaluations"], expected["evaluations"], strict=True):
+            assert_same_numbers(log, other)
+    file = "model.safetensors" if ZERO_PARTS[name].lora is None else "adapter_model.safetensors"
+    for found in (straight[0], resumed[0]):
+        saved = load_file(str(Path(found["model"]) / file))
+        assert saved
+        for parameter, value in saved.items():
+            own = parameter.replace("lora_A.", "lora_A.default.").replace("lora_B.", "lora_B.default.")
+            assert torch.equal(value, found["weights"][f"student {own}"]), parameter
+
+
+@pytest.mark.parametrize("kind", ZERO_KINDS)
+def test_accelerate_launch_takes_the_file(kind: str, tmp_path: Path, on_cpus: dict[str, str]) -> None:
+    """On CPUs, in float32 as `test_more_ranks` does it."""
+    assert launched_with(kind, tmp_path, **on_cpus) == {"processes": 2, "parallelism": kind, "steps": 2}

@@ -14,12 +14,11 @@ import yaml
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 from cases import SAME_UPDATE, trained
-from launch import HERE, environment, run_suite
+from launch import CONFIGS, HERE, environment, launched_with, run_suite
 from test_two_ranks import assert_same, assert_same_numbers
 
 pytestmark = pytest.mark.timeout(900)
 ROOT = HERE.parent.parent
-CONFIGS = ROOT / "examples" / "accelerate_configs"
 
 
 @pytest.fixture(scope="module")
@@ -39,12 +38,7 @@ def test_four_ranks_make_the_update_of_one(four: list[dict[str, Any]], tmp_path:
 @pytest.mark.parametrize("name", ["ddp", "fsdp2"])
 def test_accelerate_launch_takes_the_file(name: str, tmp_path: Path) -> None:
     """On CPUs: without GPUs accelerate leaves float32 alone, and the run says that it has two processes."""
-    command = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(CONFIGS / f"{name}.yaml")]
-    command += ["--num_processes", "2", "--mixed_precision", "no", str(HERE / "launched.py"), str(tmp_path), name]
-    done = subprocess.run(command, capture_output=True, text=True, env=environment(), timeout=200, check=False)
-    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
-    found = [json.loads(line) for line in done.stdout.splitlines() if line.startswith('{"processes"')]
-    assert found == [{"processes": 2, "fsdp2": name == "fsdp2", "steps": 2}]
+    assert launched_with(name, tmp_path) == {"processes": 2, "parallelism": name, "steps": 2}
 
 
 def test_the_file_for_several_machines_is_that_for_one() -> None:
