@@ -12,6 +12,7 @@ from accelerate import Accelerator
 from accelerate.utils import broadcast_object_list, gather_object
 from torch import nn
 
+from sdpo.sharding import StoppedHalfway
 from sdpo.types import LossCounts
 
 T = TypeVar("T")
@@ -58,7 +59,7 @@ def together(accelerator: Accelerator, *, is_joint: bool = False) -> Iterator[No
     """Ends every rank with an error that one of them has inside, so that none waits for it for ever.
 
     All ranks go through it. `is_joint`: what is inside is one thing that the ranks do together. Whoever fails half-way
-    in it can tell nobody: its error ends its own process, and the launcher the others.
+    in it can tell nobody: its error ends its own process, and the launcher the others. So it is with `StoppedHalfway`.
     """
     if is_joint:
         yield
@@ -66,6 +67,8 @@ def together(accelerator: Accelerator, *, is_joint: bool = False) -> Iterator[No
     error: BaseException | None = None
     try:
         yield
+    except StoppedHalfway:
+        raise
     except (Exception, SystemExit) as raised:  # a rank that exits without an error would be waited for as well
         error = raised
     texts = gather_values(None if error is None else f"{type(error).__name__}: {error}", accelerator)

@@ -18,6 +18,24 @@ from accelerate.utils import DistributedType
 from torch import Tensor, nn
 
 
+class StoppedHalfway(RuntimeError):
+    """Something that the ranks do together has stopped on this one.
+
+    The others wait in it, so this rank can tell them nothing: it ends, and the launcher ends the others.
+    """
+
+
+@contextmanager
+def done_together(is_together: bool = True) -> Iterator[None]:
+    """What is inside is one thing of all ranks, whose errors are `StoppedHalfway`."""
+    try:
+        yield
+    except Exception as error:
+        if not is_together:
+            raise
+        raise StoppedHalfway(f"{type(error).__name__}: {error}") from error
+
+
 def check_placement(accelerator: Accelerator, args: Any) -> None:
     """Makes sure that the processes train one model together, in a way that is known here.
 
@@ -139,9 +157,10 @@ def whole_model(model: nn.Module, accelerator: Accelerator) -> Iterator[Any]:
     unwrapped = accelerator.unwrap_model(model)
     modules = _fsdp_modules(unwrapped)
     with gathered(model.parameters()) as is_cut, _without_hooks(model, is_cut):
-        for module in modules:
-            module.set_reshard_after_forward(False, recurse=False)
-            module.unshard()
+        with done_together():
+            for module in modules:
+                module.set_reshard_after_forward(False, recurse=False)
+                module.unshard()
         try:
             yield unwrapped
         finally:

@@ -49,6 +49,7 @@ SAME_LAYER = {
     ("served_teacher", "collate"),  # its grid
     ("generation", "sharding"),  # a policy that is cut up is made whole to generate
     ("teacher", "sharding"),
+    ("distributed", "sharding"),  # errors that cannot be told to other ranks
     ("forward", "distributed"),  # a model is tried on one rank
     ("forward", "sharding"),  # the head that the loss is computed through
     ("generation", "collate"),  # prompts are padded for the sampler, and padding has one home

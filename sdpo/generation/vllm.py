@@ -28,6 +28,7 @@ from tqdm.std import tqdm
 from sdpo import distributed
 from sdpo.generation.engine import check_weights, completion_of, grouped, sampling_params, weights_of
 from sdpo.generation.weights import check_engine_can_hold, engine_weights, lora_factors
+from sdpo.sharding import done_together, is_sharded
 from sdpo.types import Completion, EngineSettings, Report, SamplingSettings
 
 SEED_STRIDE = 1_000_003  # between the seeds of two engines
@@ -111,16 +112,18 @@ class ColocatedGenerator:
             return
         if self.settings.enable_sleep_mode:
             self.engine.wake_up(tags=["weights"])
-        if self._lora is None:
-            _model_of(self.engine).load_weights(engine_weights(policy))
-        else:
-            self._lora.push(self.engine, policy)
+        with done_together(is_sharded(policy)):
+            if self._lora is None:
+                _model_of(self.engine).load_weights(engine_weights(policy))
+            else:
+                self._lora.push(self.engine, policy)
         self.engine.reset_prefix_cache()
         self._pushed = weights
         if self.settings.check_weights:
             if self.settings.enable_sleep_mode:
                 self.engine.wake_up(tags=["kv_cache"])
-            check_weights(model, self._prompt_logps, accelerator=self.accelerator)
+            with done_together(self._tp_group is not None):  # its other ranks would go on to sample
+                check_weights(model, self._prompt_logps, accelerator=self.accelerator)
 
     def generate(self, prompt_ids: Sequence[list[int]]) -> list[Completion]:
         # All ranks of a tensor-parallel engine work on the prompts of all of them, and each keeps its own.
@@ -132,7 +135,7 @@ class ColocatedGenerator:
 
         parameters = [self._parameters(vllm, number) for _, number in groups]
         prompts = [{"prompt_token_ids": ids} for ids, _ in groups]
-        with self._own_randomness():
+        with self._own_randomness(), done_together(self._tp_group is not None):
             outputs = self._run(prompts, parameters, bar=self._bar(len(prompt_ids), of=len(world))) if prompts else []
         if self.settings.enable_sleep_mode:
             self.engine.sleep(level=2)

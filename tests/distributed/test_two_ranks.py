@@ -314,3 +314,11 @@ def test_a_killed_rank_ends_the_others_and_torchrun_says_which(tmp_path: Path) -
     assert done.returncode != 0
     assert "Signal 9 (SIGKILL)" in done.stdout and "local_rank: 1" in done.stdout
     assert time.monotonic() - began < 60
+
+
+def test_a_rank_that_fails_while_the_policy_is_gathered_ends_all_with_its_text(tmp_path: Path) -> None:
+    """The others wait in the gathering: they are ended, and not asked to listen first."""
+    done = torchrun(HERE / "killed.py", tmp_path, "fsdp2", "full", limit_s=120)
+    assert done.returncode != 0
+    assert "StoppedHalfway: OutOfMemoryError: no memory for the next layer" in done.stdout
+    assert "collective mismatch" not in done.stdout and "local_rank: 1" in done.stdout
