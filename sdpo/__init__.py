@@ -11,12 +11,14 @@ if TYPE_CHECKING:
     from sdpo.callbacks import SDPOCallback as SDPOCallback
     from sdpo.config import SDPOConfig as SDPOConfig
     from sdpo.discovery import discover as discover
+    from sdpo.guard import NonFiniteLossError as NonFiniteLossError
     from sdpo.teacher_check import compare_teacher as compare_teacher
     from sdpo.trainer import SDPOTrainer as SDPOTrainer
     from sdpo.types import Score as Score
 
 # Resolved on first use, so that `import sdpo` alone loads neither torch nor transformers.
 _HOME = {
+    "NonFiniteLossError": "sdpo.guard",
     "SDPOCallback": "sdpo.callbacks",
     "SDPOConfig": "sdpo.config",
     "SDPOTrainer": "sdpo.trainer",
@@ -25,7 +27,16 @@ _HOME = {
     "discover": "sdpo.discovery",
 }
 
-__all__ = ["SDPOCallback", "SDPOConfig", "SDPOTrainer", "Score", "__version__", "compare_teacher", "discover"]
+__all__ = [
+    "NonFiniteLossError",
+    "SDPOCallback",
+    "SDPOConfig",
+    "SDPOTrainer",
+    "Score",
+    "__version__",
+    "compare_teacher",
+    "discover",
+]
 
 
 def __getattr__(name: str) -> Any:

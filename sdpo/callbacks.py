@@ -11,6 +11,7 @@ from torch import Tensor
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState
 from transformers.utils import logging
 
+from sdpo import health
 from sdpo.collate import join_logps, teacher_context_tensors
 from sdpo.metrics import Metrics, count_distilled, observe_rewards, observe_rows
 from sdpo.reprompt import context_metrics
@@ -153,9 +154,9 @@ _MESSAGES = {
         "that fits in max_reprompt_len, or those that have one are truncated and masked."
     ),
     "not_finite": (
-        "The loss is not finite at step {step}, or since the log before it ({names}). Such an update can spoil the "
-        "weights: resume from an earlier checkpoint with a lower learning_rate or max_grad_norm, or with bf16=True "
-        "instead of fp16=True."
+        "Not finite at step {step}, or since the log before it: {names}. The loss of a training step is not meant, "
+        "since it would have ended the run. If this was an evaluation, an update before it has spoilt the weights, or "
+        "16 bits are too few: evaluate an earlier checkpoint, or set bf16=True instead of fp16=True."
     ),
     "long_prompts": (
         "{num_cut} of {num_prompts} prompts of a block are longer than max_prompt_length={limit} tokens and were cut "
@@ -176,6 +177,36 @@ class KeepGenerationConfig(TrainerCallback):
 
     def on_train_begin(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         kwargs["model"].generation_config = self.given
+
+
+class HealthWarnings(TrainerCallback):
+    """Warns of what `sdpo.health` finds in the logs, each fault once a run, on the main process.
+
+    A run that is resumed goes on with the history of its checkpoint. `trainer.remove_callback(HealthWarnings)` takes
+    it out.
+    """
+
+    def __init__(self) -> None:
+        self.windows = health.Windows()
+        self.told: set[str] = set()
+
+    def on_train_begin(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        self.windows = health.Windows()
+        for log in state.log_history:
+            self._add(log)
+        self.told = set(health.findings(self.windows.history))  # by the run that wrote the checkpoint
+
+    def on_log(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        if not state.is_world_process_zero or not self._add(state.log_history[-1]):
+            return
+        for name, message in health.findings(self.windows.history).items():
+            if name not in self.told:
+                self.told.add(name)
+                logger.warning("%s (told once, at step %d)", message, state.global_step)
+
+    def _add(self, log: dict[str, Any]) -> bool:
+        """Takes in a log of training, not of an evaluation or the end; true where a window is complete."""
+        return "loss" in log and self.windows.add(log)
 
 
 class Diagnostics:

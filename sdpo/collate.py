@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -57,7 +58,19 @@ def collate(
         distillation_mask=completion_mask & torch.tensor(in_teaching).unsqueeze(1),
         advantages=torch.tensor([row.advantage for row in rows], dtype=torch.float32),
         sampled_logps=_sampled_logps(completions),
+        rows=[plain(row) for row in rows],
     )
+
+
+def plain(row: Row) -> dict[str, Any]:
+    """What a row was, in values that a checkpoint can hold."""
+    return {
+        "prompt_ids": row.scored.rollout.prompt_ids,
+        "completion_ids": row.scored.rollout.completion.ids,
+        "teacher_prompt_ids": row.teacher_prompt_ids,
+        "reward": row.scored.reward,
+        "feedback": row.scored.feedback,
+    }
 
 
 def idle_batch(*, pad_token_id: int) -> TrainingBatch:

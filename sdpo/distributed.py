@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 import torch
 from accelerate import Accelerator
 from accelerate.utils import broadcast_object_list, gather_object
-from torch import nn
+from torch import Tensor, nn
 
 from sdpo.sharding import StoppedHalfway
 from sdpo.types import LossCounts
@@ -93,6 +93,13 @@ def start_alike(model: nn.Module, accelerator: Accelerator) -> None:
             values = parameter.detach().to(accelerator.device)
             torch.distributed.broadcast(values, src=0)
             parameter.copy_(values)
+
+
+def any_rank(flag: Tensor, accelerator: Accelerator) -> bool:
+    """Whether the flag (0-dim, bool) is true on some rank. Waits for the device once."""
+    if accelerator.num_processes > 1:
+        flag = accelerator.reduce(flag.float(), reduction="sum")
+    return flag.item() > 0
 
 
 def num_behind(number: int, accelerator: Accelerator) -> int:

@@ -74,6 +74,15 @@ class CompletionLog(TrainerCallback):
         self._trained.clear()
         self._num_microbatches = self._num_blocks = 0
 
+    def mark(self) -> tuple[dict[int, list[CompletionRecord]], int, int]:
+        """What waits now, for `return_to`."""
+        return dict(self._waiting), self._num_microbatches, self._num_blocks
+
+    def return_to(self, mark: tuple[dict[int, list[CompletionRecord]], int, int]) -> None:
+        """Makes it as it was at the mark; the step since then is not made."""
+        self._waiting, self._num_microbatches, self._num_blocks = mark
+        self._trained.clear()
+
     def state_dict(self) -> dict[str, Any]:
         """What waits, as plain values, for a run that goes on in the middle of a block."""
         waiting = {number: [asdict(record) for record in records] for number, records in self._waiting.items()}

@@ -114,6 +114,13 @@ class Metrics:
         for name, counts in snapshot.get("histograms", {}).items():
             self._histograms[name] = torch.tensor(counts, dtype=torch.float64)
 
+    def copy(self) -> Metrics:
+        """The same accumulators, apart from these; what is added replaces tensors, so those are shared."""
+        other = Metrics()
+        other._sums, other._histograms = dict(self._sums), dict(self._histograms)
+        other._lows, other._highs = dict(self._lows), dict(self._highs)
+        return other
+
     def clear(self) -> None:
         """Forgets everything."""
         self._sums.clear()

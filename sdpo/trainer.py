@@ -16,13 +16,13 @@ from transformers.trainer_utils import EvalLoopOutput, has_length
 
 from sdpo import distributed, forward, loading, sources, tokenization
 from sdpo.blocks import BlockTrainer
-from sdpo.callbacks import Diagnostics, KeepGenerationConfig, TeacherUpdate, call_hooks, observe_block
-from sdpo.checkpoint import CheckpointedTrainer
+from sdpo.callbacks import Diagnostics, HealthWarnings, KeepGenerationConfig, TeacherUpdate, call_hooks, observe_block
 from sdpo.collate import collate, count_trained, idle_batch
 from sdpo.config import SDPOConfig
 from sdpo.data import BlockLoader, Example, rows_of_step
 from sdpo.demonstrations import EarlierSuccesses, for_other_ranks
 from sdpo.generation import Generator, build_generator
+from sdpo.guard import GuardedTrainer
 from sdpo.heads import find_head
 from sdpo.log_callback import CompletionLog
 from sdpo.losses.objective import blend, objective
@@ -37,7 +37,7 @@ from sdpo.teacher import PolicyCopy, Teacher, build_teacher
 from sdpo.types import Block, Completion, Phase, Prompt, Rollout, Row, ScoredRollout, TeacherContext, TrainingBatch
 
 
-class SDPOTrainer(BlockTrainer, CheckpointedTrainer):
+class SDPOTrainer(BlockTrainer, GuardedTrainer):
     """Trains a language model by self-distillation (SDPO, arXiv 2601.20802), a policy gradient blended in at will.
 
     Args:
@@ -161,6 +161,8 @@ class SDPOTrainer(BlockTrainer, CheckpointedTrainer):
             tolerance=args.diagnostics_flat_tolerance,
             threshold=args.success_reward_threshold,
         )
+        if args.diagnostics_warning_interval:
+            self.add_callback(HealthWarnings())
         if args.log_completions:
             self.completions = CompletionLog(self, self.tokenizer, self.reprompt)
             self.add_callback(self.completions)
@@ -173,6 +175,7 @@ class SDPOTrainer(BlockTrainer, CheckpointedTrainer):
     ) -> tuple[list[TrainingBatch], float]:
         """Microbatches of one optimizer step; collects new rollouts when the last block is used up."""
         self.continue_run()
+        self.begin_step()
         step: list[TrainingBatch] = []
         for examples in rows_of_step(epoch_iterator, num_batches, is_first=self.state.global_step == 0):
             if examples:  # an empty list stands for one more use of the block
@@ -331,6 +334,8 @@ class SDPOTrainer(BlockTrainer, CheckpointedTrainer):
             self.metrics["train" if model.training else "eval"].add_microbatch(loss, terms, inputs)
         if self.completions is not None:
             self.completions.observe(inputs, terms)
+        if model.training:
+            self.observe(loss, terms, inputs)
         # The wrapper averages gradients over ranks, and the counts are already those of all ranks.
         return loss.loss * self.accelerator.num_processes
 

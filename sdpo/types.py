@@ -6,7 +6,7 @@ K support, G group. A *row* is one completion. A *block* is all rows of one gene
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any, Literal, NamedTuple, TypeVar
 
@@ -298,7 +298,8 @@ class TrainingBatch:
     reference_logps (B, T), log-probs under the initial policy, None where beta is 0; sampled_logps (B, T), the
     sampler's own of every token that exists, not finite where it has none, None unless every row has them; served,
     what a server says of the teacher, None where the teacher is here; number, which of this rank's microbatches it is,
-    the same at every use, None where completions are not logged. Log-probs are of logits / temperature, in nats, 0 on
+    the same at every use, None where completions are not logged; rows, what its rows were, as plain values (see
+    `collate.plain`), for whoever has to say which one went wrong. Log-probs are of logits / temperature, in nats, 0 on
     padding; those computed here are 0 also where no loss needs them.
     """
 
@@ -315,6 +316,7 @@ class TrainingBatch:
     counts: LossCounts | None = None
     served: Served | None = None
     number: int | None = None
+    rows: Sequence[Mapping[str, Any]] = ()
 
     def to(self, device: torch.device | str) -> TrainingBatch:
         """The same batch with every tensor on `device`."""

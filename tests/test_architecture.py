@@ -15,7 +15,7 @@ MODULES = {path.relative_to(PACKAGE).as_posix(): ast.parse(path.read_text()) for
 LAYERS = (
     {"types", "templates", "config_rules", "sampling_rules", "presets", "metric_table"},
     {"config"},
-    {"losses", "demonstrations", "reprompt", "metrics", "model_card"},
+    {"losses", "demonstrations", "reprompt", "metrics", "model_card", "health"},
     {
         "data",
         "tokenization",
@@ -35,7 +35,7 @@ LAYERS = (
         "completion_log",
     },
     {"callbacks", "sources", "log_callback", "hub", "progress"},
-    {"blocks", "checkpoint"},
+    {"blocks", "checkpoint", "guard"},
     {"trainer"},
     {"teacher_check", "report", "doctor", "discovery"},
 )
@@ -60,6 +60,7 @@ SAME_LAYER = {
     ("token_values", "chunk"),
     ("token_values", "heads"),
     ("chunk", "heads"),
+    ("guard", "checkpoint"),  # what it saves
 }
 CONFIG = {"sdpo.config", "sdpo.config_rules", "sdpo.sampling_rules", "sdpo.presets"}
 # What a unit must not import although its layer would allow it.
@@ -72,6 +73,7 @@ FORBIDDEN = {
     "reprompt": {*CONFIG, "transformers", "accelerate", "torch"},
     "metrics": {*CONFIG, "transformers", "accelerate"},
     "model_card": {"torch", "transformers", "accelerate"},
+    "health": {*CONFIG, "torch", "transformers", "accelerate"},
     "completion_log": {*CONFIG, "torch", "transformers", "accelerate"},
     "report": {"torch", "transformers", "accelerate"},  # a report is made anywhere, from the files alone
 }

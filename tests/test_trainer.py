@@ -343,18 +343,19 @@ def told(caplog: pytest.LogCaptureFixture, text: str) -> int:
     return sum(text in record.getMessage() for record in caplog.records)
 
 
-def test_a_loss_that_is_not_finite_is_logged_and_told_once(
+def test_an_evaluation_that_is_not_finite_is_logged_and_told_once(
     make_trainer: TrainerFactory, caplog: pytest.LogCaptureFixture
 ) -> None:
-    trainer = make_trainer(max_steps=2, distillation_weight=0.5)
+    """A step of training with such a loss ends the run: tests/test_guard.py."""
+    questions = Dataset.from_dict({"prompt": ["w10 w11 w12"]})
+    trainer = make_trainer(distillation_weight=0.5, trainer_kwargs={"eval_dataset": questions})
     with torch.no_grad():
         trainer.model.lm_head.weight[20].fill_(math.nan)
-    trainer.train()
-    for entry in trainer.state.log_history[:2]:
-        assert math.isnan(entry["self_distillation/distillation_loss"])
-        assert math.isnan(entry["self_distillation/policy_loss"])
-        assert entry["reward"] == 0.25
-    assert told(caplog, "The loss is not finite at step 1") == told(caplog, "The loss is not finite") == 1
+    for found in (trainer.evaluate(), trainer.evaluate()):
+        assert math.isnan(found["eval_self_distillation/distillation_loss"])
+        assert math.isnan(found["eval_self_distillation/policy_loss"])
+        assert found["eval_reward"] == 0.25
+    assert told(caplog, "Not finite at step 0") == 1
 
 
 def test_a_context_that_does_not_fit_is_not_counted_as_shown(
