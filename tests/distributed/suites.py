@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import os
 import sys
+import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -36,7 +38,7 @@ from datasets import Dataset
 from peft import LoraConfig, get_peft_model
 from transformers import TrainerCallback
 
-from sdpo import Score, compare_teacher, discover, discovery
+from sdpo import NonFiniteLossError, Score, compare_teacher, discover, discovery
 from sdpo.completion_log import files_in, read_metrics
 
 RANK, WORLD = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
@@ -133,6 +135,39 @@ def failing(kind: str, stage: str, folder: Path) -> None:
         trainer.train()
     except SystemExit as left:  # which would end this process and all the runs after it
         raise RuntimeError(f"SystemExit: {left}") from left
+
+
+def not_finite(kind: str, folder: Path) -> dict[str, Any]:
+    """The error of each rank where the second step of one of them is spoilt, and what the resumed run leaves."""
+    settings = {
+        "save_strategy": "steps",
+        "save_steps": 100,
+        "max_steps": 3,
+        "optim": "adamw_torch",
+        "learning_rate": 1e-2,
+    }
+    case = BLEND.having(kind=kind, **settings)
+    layout: dict[str, Any] = {"world_size": WORLD, "microbatch": ROWS // WORLD // 2}
+    trainer = build(case, folder, **layout)
+
+    def spoil(module: Any, inputs: Any, output: Any) -> Any:
+        return output * float("nan") if RANK == 1 and module.training and trainer.state.global_step == 1 else output
+
+    trainer.model.model.norm.register_forward_hook(spoil)
+    if kind == "ddp":  # then the norm of the gradient, which is one number on all ranks, is not looked at
+        trainer.accelerator.scaler = torch.amp.GradScaler("cpu", enabled=False)
+    began = time.monotonic()
+    try:
+        trainer.train()
+    except NonFiniteLossError as error:
+        found = {"text": str(error), "rows": error.rows, "file": json.loads(error.rows_file.read_text())}
+    found["seconds"] = time.monotonic() - began
+    straight = build(case, folder / "straight", **layout)
+    straight.train()
+    resumed = build(case, folder, **layout)
+    resumed.generator.num_given = ROWS // WORLD  # of the step that was made
+    resumed.train(resume_from_checkpoint=True)
+    return {**found, "straight": state_of(straight), "resumed": state_of(resumed)}
 
 
 def lonely_metric(kind: str, folder: Path) -> dict[str, Any]:
@@ -448,6 +483,7 @@ SUITES: dict[str, dict[str, Run]] = {
         **{f"{kind}: compare_teacher": partial(compared, kind) for kind in KINDS},
         **{f"{kind}: discover": partial(discovered, kind) for kind in KINDS},
         **{f"{kind}: a number of the main process": partial(logged_by_main, kind) for kind in KINDS},
+        **{f"{kind}: a loss that is not finite": partial(not_finite, kind) for kind in KINDS},
         **{f"{kind}: a metric of one rank": partial(lonely_metric, kind) for kind in KINDS},
         **{f"{kind}: the log of completions": partial(logged, kind) for kind in KINDS},
         **{f"{kind}: error in the log": partial(failing_log, kind) for kind in KINDS},

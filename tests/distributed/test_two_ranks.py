@@ -135,6 +135,20 @@ def test_an_error_on_one_rank_ends_all_with_its_text(ranks: Results, kind: str, 
 
 
 @pytest.mark.parametrize("kind", KINDS)
+def test_a_loss_of_one_rank_that_is_not_finite_ends_all_before_the_step(ranks: Results, kind: str) -> None:
+    """With the same error, which has the rows of that rank; resumed, it is the straight run."""
+    first, second = values(ranks, f"{kind}: a loss that is not finite")
+    assert first["text"] == second["text"] and "The loss of step 2 is not finite" in first["text"]
+    assert first["rows"] == second["rows"] == first["file"]["rows"]
+    assert {row["rank"] for row in first["rows"]} == {1}
+    assert max(first["seconds"], second["seconds"]) < 10
+    for found in (first, second):
+        assert found["resumed"]["logs"] == found["straight"]["logs"]
+        for parameter, value in found["straight"]["weights"].items():
+            assert torch.equal(found["resumed"]["weights"][parameter], value), parameter
+
+
+@pytest.mark.parametrize("kind", KINDS)
 def test_a_metric_of_one_rank_is_logged(ranks: Results, kind: str) -> None:
     for found in values(ranks, f"{kind}: a metric of one rank"):
         assert [log.get("only_here") for log in found["logs"]] == [3.0, 3.0]
