@@ -22,6 +22,11 @@ class BlockTrainer(Trainer):
         return self._loader(self.train_dataset, num_prompts, "train")
 
     def get_eval_dataloader(self, eval_dataset: Any = None) -> BlockLoader:
+        if self.is_deepspeed_enabled and self.deepspeed is None:
+            raise ValueError(
+                "With DeepSpeed an evaluation needs the engine that train() makes. Set eval_on_start=True to evaluate "
+                "before the first step, or call evaluate() after train()."
+            )
         if isinstance(eval_dataset, str):
             eval_dataset = self.eval_dataset[eval_dataset]
         dataset = self.eval_dataset if eval_dataset is None else eval_dataset

@@ -369,11 +369,6 @@ class SDPOTrainer(BlockTrainer, GuardedTrainer):
     def evaluation_loop(
         self, dataloader: BlockLoader, *args: Any, metric_key_prefix: str = "eval", **kwargs: Any
     ) -> EvalLoopOutput:
-        if self.is_deepspeed_enabled and self.deepspeed is None:
-            raise ValueError(
-                "With DeepSpeed an evaluation needs the engine that train() makes. Set eval_on_start=True to evaluate "
-                "before the first step, or call evaluate() after train()."
-            )
         self.metrics["eval"].clear()
         self.place()
         num_prompts = len(cast(Sized, dataloader.dataset)) if has_length(dataloader) else None
