@@ -197,6 +197,11 @@ class Progress(ProgressCallback):
         self.training_bar.set_postfix_str(note, refresh=False)
         super().on_step_end(args, state, control, **kwargs)
 
+    def on_train_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        note = run_note(0.0, self.clock, elapsed=time.perf_counter() - self._start)
+        self.training_bar.set_postfix_str(note, refresh=False)  # an evaluation after the last step was still to come
+        super().on_train_end(args, state, control, **kwargs)
+
     def on_prediction_step(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Counts prompts, where transformers' own bar counts blocks."""
         if self._count_block is not None:
