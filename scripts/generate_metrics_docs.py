@@ -15,8 +15,9 @@ HEADER = """# Metrics
 Logged every `logging_steps` optimizer steps, over all of them and all processes. A mean is the sum of its numerators
 over the sum of its denominators, not a mean of means. A name appears only where it was looked at; None stands for a
 mean or an extreme over nothing. A reward that is None or NaN counts as nothing. What the model computes is shown as it
-is: a loss that is NaN or infinite makes its mean so, and a warning names the step. In evaluation the same names, but
-for `time/`, carry the prefix `eval_`.
+is: a value that is NaN or infinite makes its mean so, and a warning names the step. A step of training with such a
+loss is not made; it ends the run (see [troubleshooting.md](troubleshooting.md#a-loss-that-is-not-finite)). In
+evaluation the same names, but for `time/`, carry the prefix `eval_`.
 
 Besides these there are those of `transformers.Trainer`: `loss`, `grad_norm`, `learning_rate`, `epoch` and, at the end,
 its run times. `loss` is the mean of the steps' losses, in which `logging_nan_inf_filter` (on by default) hides those
@@ -34,6 +35,11 @@ FOOTER = """
 - `credit/mean` in size: the gap of teacher and student. It shrinks as the student learns; if it grows, the two drift
   apart.
 - `reward` of training questions says little about others: evaluate on held-out ones.
+
+The run watches most of these by itself and warns, once each, with the numbers and what to try: the gap of teacher and
+student, entropy, length, rows that teach, lone successes, contexts that are cut, a reward that stays or collapses. It
+compares means over windows of 20 optimizer steps (or three logs, where those take longer) and speaks when a fault
+shows in two windows in a row; [troubleshooting.md](troubleshooting.md#warnings-about-health) lists them.
 
 What to change when one of them looks wrong is in [choosing_settings.md](choosing_settings.md).
 """

@@ -254,7 +254,8 @@ class SDPOConfig(TrainingArguments):
 
     diagnostics_warning_interval: int = _setting(
         10,
-        "Repeat the warning about a degenerate run every so many such steps in a row. 0: never.",
+        "Repeat the warning about a degenerate run every so many such steps in a row. 0: never, and no warnings about "
+        "its health.",
     )
     diagnostics_flat_tolerance: float = _setting(
         1e-8,

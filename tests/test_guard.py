@@ -40,7 +40,7 @@ CASES: dict[str, dict[str, Any]] = {
     "in the middle of a block": {"num_iterations": 4},
     "in the middle of a log": {"logging_steps": 2, "num_iterations": 4, "logging_nan_inf_filter": False},
     "the second of two microbatches": {"gradient_accumulation_steps": 2, "per_device_train_batch_size": 2},
-    "earlier successes": {"demonstration_buffer_size": 2, "prompts": ["w1 w2"], "distillation_weight": 0.5},
+    "earlier successes": {"demonstration_buffer_size": 8, "prompts": ["w1 w2"], "distillation_weight": 0.5},
     "a log of completions": {"distillation_weight": 0.5, **LOGGED},
     "a log of a block in two steps": {"distillation_weight": 0.5, "steps_per_generation": 2, **LOGGED},
 }
@@ -124,6 +124,7 @@ def test_once_the_cause_is_gone_the_run_goes_on_as_if_nothing_had_been(
     assert logs(resumed) == logs(straight)
     expected = weights(straight)
     assert all(torch.equal(value, expected[name]) for name, value in weights(resumed).items())
+    assert resumed.earlier.by_prompt == straight.earlier.by_prompt
     assert completions(tmp_path / "run") == completions(tmp_path / "straight")
 
 

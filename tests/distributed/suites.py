@@ -148,23 +148,27 @@ def not_finite(kind: str, folder: Path) -> dict[str, Any]:
     }
     case = BLEND.having(kind=kind, **settings)
     layout: dict[str, Any] = {"world_size": WORLD, "microbatch": ROWS // WORLD // 2}
-    trainer = build(case, folder, **layout)
+
+    def made(place: Path) -> Any:
+        trainer = build(case, place, **layout)
+        if kind == "ddp":  # then the norm of the gradient, which is one number on all ranks, is not looked at
+            trainer.accelerator.scaler = torch.amp.GradScaler("cpu", enabled=False)
+        return trainer
+
+    trainer = made(folder)
 
     def spoil(module: Any, inputs: Any, output: Any) -> Any:
         return output * float("nan") if RANK == 1 and module.training and trainer.state.global_step == 1 else output
 
     trainer.model.model.norm.register_forward_hook(spoil)
-    if kind == "ddp":  # then the norm of the gradient, which is one number on all ranks, is not looked at
-        trainer.accelerator.scaler = torch.amp.GradScaler("cpu", enabled=False)
     began = time.monotonic()
     try:
         trainer.train()
     except NonFiniteLossError as error:
         found = {"text": str(error), "rows": error.rows, "file": json.loads(error.rows_file.read_text())}
     found["seconds"] = time.monotonic() - began
-    straight = build(case, folder / "straight", **layout)
+    straight, resumed = made(folder / "straight"), made(folder)
     straight.train()
-    resumed = build(case, folder, **layout)
     resumed.generator.num_given = ROWS // WORLD  # of the step that was made
     resumed.train(resume_from_checkpoint=True)
     return {**found, "straight": state_of(straight), "resumed": state_of(resumed)}
