@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import random
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -94,7 +94,7 @@ class GuardedTrainer(CheckpointedTrainer):
 
     _start: StepStart
     # Of each microbatch of the step: its loss, which of its rows have values that are not finite, and the rows.
-    _seen: list[tuple[Tensor, Tensor, Sequence[dict[str, Any]]]]
+    _seen: list[tuple[Tensor, Tensor, Sequence[Mapping[str, Any]]]]
 
     def begin_step(self) -> None:
         """To be called before anything of the step is drawn or counted."""
