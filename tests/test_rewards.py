@@ -525,8 +525,8 @@ def test_the_tokenizer_of_a_reward_model_is_of_the_same_revision(monkeypatch, mo
     def load(result):
         return lambda path, **kwargs: asked.append((path, kwargs["revision"], kwargs["trust_remote_code"])) or result
 
-    monkeypatch.setattr("sdpo.rewards.scorer.AutoModelForSequenceClassification.from_pretrained", load(model))
-    monkeypatch.setattr("sdpo.rewards.scorer.AutoTokenizer.from_pretrained", load(tokenizer))
+    monkeypatch.setattr("sdpo.rewards.reward_model.AutoModelForSequenceClassification.from_pretrained", load(model))
+    monkeypatch.setattr("sdpo.rewards.reward_model.AutoTokenizer.from_pretrained", load(tokenizer))
     scorer("org/judge", model_init_kwargs={"revision": "v2"}, trust_remote_code=True)
     assert asked == [("org/judge", "v2", True)] * 2
 

@@ -206,8 +206,14 @@ class Engine:
     def reset_prefix_cache(self) -> None:
         self.calls.append("reset")
 
-    def generate(self, prompts: Any, parameters: Any, use_tqdm: bool) -> Any:
+    def generate(self, prompts: Any, parameters: Any, use_tqdm: Any) -> Any:
         self.calls.append("generate " + ",".join(str(p) for p in parameters))
+        if use_tqdm:  # a bar of the prompts handed in, and one of the completions that have finished
+            list(use_tqdm(prompts, desc="Adding requests"))
+            bar = use_tqdm(total=len(prompts), desc="Processed prompts", dynamic_ncols=True, postfix="")
+            for number in parameters:
+                bar.update(number)
+            bar.close()
         return [
             SimpleNamespace(
                 outputs=[
@@ -221,7 +227,7 @@ class Engine:
         ]
 
 
-def colocated(model: Any, tokenizer: Any, args: SDPOConfig) -> ColocatedGenerator:
+def colocated(model: Any, tokenizer: Any, args: SDPOConfig, *, report: Any = None) -> ColocatedGenerator:
     return ColocatedGenerator(
         lambda: model,
         accelerator=Accelerator(cpu=True),
@@ -229,7 +235,22 @@ def colocated(model: Any, tokenizer: Any, args: SDPOConfig) -> ColocatedGenerato
         settings=args.engine,
         sampling=args.sampling,
         eos_token_ids=[5],
+        report=report,
     )
+
+
+def test_the_engine_tells_how_many_completions_have_finished(
+    tokenizer: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(ColocatedGenerator, "_start", lambda *_: Engine([]))
+    monkeypatch.setattr(ColocatedGenerator, "_parameters", lambda *arguments: arguments[-1])
+    monkeypatch.setitem(__import__("sys").modules, "vllm", SimpleNamespace())
+    args = SDPOConfig(output_dir=str(tmp_path), use_vllm=True, num_generations=2)
+    told: list[tuple[int, int]] = []
+    generator = colocated(make_model(tokenizer), tokenizer, args, report=lambda *counts: told.append(counts))
+    generator.generate([[1, 2], [1, 2], [3]])
+    assert told == [(2, 0), (3, 0)]  # two completions of the first prompt, one of the second
+    assert capsys.readouterr().err == ""
 
 
 @pytest.mark.parametrize("sleeps", [True, False])
