@@ -18,10 +18,12 @@ import torch
 from conftest import TrainerFactory, make_model, make_tokenizer
 from hub_stand_in import Hub, problems_of
 from huggingface_hub import ModelCard, constants
+from huggingface_hub.utils import filter_repo_objects
 from peft import IA3Config, LoraConfig
 from transformers.trainer_utils import HubStrategy
 
 from sdpo import SDPOTrainer, hub
+from sdpo.checkpoint import REPLACED, UNFINISHED
 
 LORA = {"r": 2, "target_modules": ["q_proj", "v_proj"]}
 IA3 = IA3Config(target_modules=["v_proj"], feedforward_modules=[])
@@ -313,13 +315,28 @@ def test_with_hub_always_push_a_push_waits_for_the_one_before(
     assert order == ["begin", "end", "begin", "end"]
 
 
+def test_a_checkpoint_that_is_being_written_is_not_pushed(
+    make_trainer: TrainerFactory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An upload lists `output_dir` in a thread, while the next checkpoint may be under way."""
+    uploads = Uploads([])
+    trainer = make_trainer(save_strategy="steps", save_steps=1)
+    trainer.args.push_to_hub, trainer.hub_model_id, trainer.push_in_progress = True, "a/b", None
+    monkeypatch.setattr("transformers.trainer.hf_api", lambda: uploads)
+    trainer.train()
+    names = [f"{UNFINISHED}/checkpoint-2/model.safetensors", f"{REPLACED}checkpoint-2/model.safetensors", "README.md"]
+    assert list(filter_repo_objects(names, ignore_patterns=uploads.ignored)) == ["README.md"]
+
+
 class Uploads:
     """Uploads that take a moment, as the client's do in a thread."""
 
     def __init__(self, order: list[str]):
         self.order = order
+        self.ignored: list[str] = []
 
-    def upload_folder(self, **_: Any) -> Future[None]:
+    def upload_folder(self, *, ignore_patterns: list[str], **_: Any) -> Future[None]:
+        self.ignored = ignore_patterns
         job: Future[None] = Future()
         self.order.append("begin")
 
