@@ -121,6 +121,18 @@ def test_a_plain_model_gives_its_own_parameters(tokenizer, model):
     assert_engine_gets(model, make_model(tokenizer, seed=1).eval(), logits(model.eval()))
 
 
+def test_buffers_of_a_checkpoint_are_sent(tokenizer: Any, model: Any) -> None:
+    """Such as the router's bias of DeepSeek-V3 and the layer scalar of Gemma 4, which engines read by that name."""
+    layer = model.model.layers[0].self_attn
+    layer.register_buffer("scalar", torch.tensor([0.3]))
+    layer.register_buffer("of_this_process", torch.ones(1), persistent=False)
+    policy = adapted(copy.deepcopy(model), peft.LoraConfig(r=2, target_modules=["q_proj"]))
+    for one in (model, policy):
+        sent = dict(engine_weights(one))
+        assert sent["model.layers.0.self_attn.scalar"].item() == pytest.approx(0.3)
+        assert not [name for name in sent if "of_this_process" in name or "inv_freq" in name]
+
+
 def test_a_tied_weight_comes_once(tokenizer):
     model = make_tied(tokenizer)
     assert "lm_head.weight" not in dict(engine_weights(model))

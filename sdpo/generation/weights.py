@@ -20,7 +20,8 @@ _WRAPPERS = frozenset({"_orig_mod", "_checkpoint_wrapped_module"})
 def engine_weights(model: nn.Module, *, is_merged: bool = True) -> Iterator[tuple[str, Tensor]]:
     """(name, weight) of every parameter of the base model, adapters merged if so asked, one after the other.
 
-    Names are those of `named_parameters()` of the plain transformers model; a tied weight comes once. Tensors are
+    Names are those of `named_parameters()` of the plain transformers model; a tied weight comes once. Buffers that a
+    checkpoint holds are among them: an engine that starts without a checkpoint has them from here alone. Tensors are
     whole, detached, and where the model is. An adapted layer is merged on a copy, so at most one layer exists twice,
     a tensor keeps its values after the next one is taken, and the model is as it was whenever a tensor is handed out.
 
@@ -195,7 +196,8 @@ def _weights(model: nn.Module, *, is_merged: bool) -> Iterator[tuple[str, Tensor
     seen: set[int] = set()
     for prefix, part, is_adapted in _parts(model):
         holder: Any = part.get_base_layer() if is_adapted else part  # type: ignore[operator]
-        own = [(name, p) for name, p in holder.named_parameters(recurse=is_adapted) if id(p) not in seen]
+        held = [*holder.named_parameters(recurse=is_adapted), *_saved_buffers(holder, recurse=is_adapted)]
+        own = [(name, tensor) for name, tensor in held if id(tensor) not in seen]
         seen.update(id(p) for _, p in own)
         names = [_engine_name(prefix + name) for name, _ in own]
         # In no variable, so that no tensor is kept here while the next one is made.
@@ -203,6 +205,14 @@ def _weights(model: nn.Module, *, is_merged: bool) -> Iterator[tuple[str, Tensor
             yield from zip(names, _merged(part, [name for name, _ in own]), strict=True)
         else:
             yield from zip(names, (_alone(p) for _, p in own), strict=True)
+
+
+def _saved_buffers(module: nn.Module, *, recurse: bool) -> Iterator[tuple[str, Tensor]]:
+    """Buffers with their names that are in a checkpoint."""
+    for prefix, part in module.named_modules() if recurse else [("", module)]:
+        for name, buffer in part.named_buffers(recurse=False):
+            if name not in part._non_persistent_buffers_set:
+                yield f"{prefix}.{name}" if prefix else name, buffer
 
 
 def _engine_name(name: str) -> str:
