@@ -123,6 +123,54 @@ def test_no_server_at_all_is_said_within_the_time_limit() -> None:
         Client("http://127.0.0.1:9", group_port=0, timeout=1, device=torch.device("cpu"))
 
 
+def test_what_is_no_address_is_said_at_once() -> None:
+    began = time.monotonic()
+    with pytest.raises(ValueError, match="localhost:8000 is no address"):  # http:// is missing
+        Client("localhost:8000", group_port=0, timeout=30, device=torch.device("cpu"))
+    assert time.monotonic() - began < 5
+
+
+def test_a_server_of_something_else_is_said_to_be_one(stand_in: Any) -> None:
+    server = stand_in(lambda _: (200, ""))
+    server.known = lambda _: (200, "<html>a notebook</html>")
+    with pytest.raises(ValueError, match=r"no vLLM server: '<html>a notebook.*vllm_server_base_url"):
+        client_of(server, timeout=30)
+
+
+def test_a_server_that_goes_down_while_it_joins_is_joined_again(tokenizer: Any, tmp_path: Any) -> None:
+    from sdpo.generation.server import ServerGenerator
+
+    done: list[str] = []
+
+    def connect() -> None:
+        done.append("connect")
+        if len(done) == 1:
+            raise ConnectionError("did not take the weights")
+        client.instance = "b"
+
+    def send(_: Any, weights: Any) -> None:
+        done.append(f"send {len(list(weights)) > 3}")
+
+    client: Any = SimpleNamespace(instance="a", find_instance=lambda: "b", connect=connect, send=send)
+    model = make_model(tokenizer)
+    generator = object.__new__(ServerGenerator)
+    generator.settings = SDPOConfig(output_dir=str(tmp_path), use_vllm=True, vllm_mode="server").engine
+    generator.get_model, generator.accelerator = lambda: model, Accelerator(cpu=True)
+    generator._metadata, generator._pushed, generator._client = None, None, client
+    generator.sync(0)
+    assert done == ["connect", "connect", "send True"]
+    done.clear()
+
+    def never() -> None:
+        done.append("connect")
+        raise ConnectionError("no room")
+
+    client.instance, client.connect = "a", never
+    with pytest.raises(ConnectionError, match="no room"):
+        generator.sync(1)
+    assert done == ["connect"] * 3
+
+
 def test_the_server_says_how_a_completion_has_ended(stand_in: Any) -> None:
     choices = [
         {"token_ids": [5, 6], "logprobs": {"token_logprobs": [-1.0, -2.0]}, "finish_reason": reason}
@@ -282,6 +330,22 @@ def test_the_engine_wakes_is_loaded_and_generates_in_that_order(
         assert calls == ["sleep 2", *use, *use, *use, *use]
     else:
         assert calls == [*push, *draw, *draw, *push, *draw, *push, *draw]
+
+
+def test_a_policy_without_its_adapter_is_another_policy(tokenizer: Any) -> None:
+    """Such as an evaluation in `with model.disable_adapter():`, which writes to no parameter."""
+    from peft import LoraConfig, get_peft_model
+
+    from sdpo.generation.engine import weights_of
+
+    model = get_peft_model(make_model(tokenizer), LoraConfig(r=2, target_modules=["q_proj"]))
+    adapted = weights_of(model, 3)
+    with model.disable_adapter():
+        assert weights_of(model, 3) != adapted
+    assert weights_of(model, 3) == adapted
+    model.add_adapter("other", LoraConfig(r=2, target_modules=["q_proj"]))
+    model.set_adapter("other")
+    assert weights_of(model, 3) != adapted
 
 
 def test_a_check_of_weights_that_differ_stops_the_run(tokenizer: Any) -> None:

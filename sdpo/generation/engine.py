@@ -45,10 +45,15 @@ def completion_of(ids: list[int], logps: Sequence[float | None] | None, *, is_tr
     return Completion(ids, is_truncated=is_truncated, sampled_logps=sampled)
 
 
-def weights_of(model: nn.Module, step: int) -> tuple[int, int]:
-    """Changes when the parameters are written to: by an optimizer step, or by loading a checkpoint."""
+State = tuple[int, int, tuple[tuple[bool, tuple[str, ...]], ...]]
+
+
+def weights_of(model: nn.Module, step: int) -> State:
+    """Changes when the policy does: by an optimizer step, by loading a checkpoint, or by the choice of adapters."""
     reshard(model)  # a parameter and its whole have versions of their own
-    return step, sum(parameter._version for parameter in model.parameters())
+    layers: list[Any] = [m for m in model.modules() if isinstance(getattr(m, "disable_adapters", None), bool)]
+    adapters = tuple((layer.disable_adapters, tuple(layer.active_adapters)) for layer in layers)
+    return step, sum(parameter._version for parameter in model.parameters()), adapters
 
 
 @torch.no_grad()

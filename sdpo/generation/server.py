@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from trl.generation.vllm_client import VLLMClient
 
 from sdpo import distributed
-from sdpo.generation.engine import check_weights, completion_of, grouped, sampling_params, weights_of
+from sdpo.generation.engine import State, check_weights, completion_of, grouped, sampling_params, weights_of
 from sdpo.generation.vllm import DataPlane, data_plane
 from sdpo.generation.weights import check_engine_can_hold, describe, engine_weights
 from sdpo.types import Completion, EngineSettings, SamplingSettings, ServedToken
@@ -84,10 +84,12 @@ class Client(VLLMClient):
             try:
                 answer = self.session.request(method, url, timeout=(min(left, 10.0), left), **arguments)
             except requests.RequestException as error:
+                if isinstance(error, ValueError):  # no address, so that no time helps
+                    raise ValueError(f"{self.base_url} is no address of a vLLM server: {error}.") from error
                 said = f"{type(error).__name__}: {error}"
             else:
                 if answer.status_code == 200:
-                    return answer.json() if answer.content else None
+                    return self._content(answer)
                 said = f"{answer.status_code}, {answer.text[:2000]}"
                 if answer.status_code not in TRANSIENT:
                     self._raise_if_gone(url)
@@ -97,6 +99,15 @@ class Client(VLLMClient):
                 raise ConnectionError(f"The vLLM server at {url} did not take the weights. It said: {said}.")
             time.sleep(max(0.0, min(wait, end - time.monotonic())))
             wait = min(2 * wait, LONGEST_WAIT)
+
+    def _content(self, answer: requests.Response) -> Any:
+        try:
+            return answer.json() if answer.content else None
+        except requests.JSONDecodeError as error:
+            raise ValueError(
+                f"{answer.url} answers with something that is not JSON, so it is no vLLM server: {answer.text[:200]!r}. "
+                "Check vllm_server_base_url, or vllm_server_host and vllm_server_port."
+            ) from error
 
     def _raise_if_gone(self, url: str) -> None:
         """Ends a request that has failed where another server answers by now."""
@@ -226,7 +237,7 @@ class ServerGenerator:
         self.sampling, self.eos_token_ids = sampling, frozenset(eos_token_ids)
         check_engine_can_hold(accelerator.unwrap_model(get_model()))
         self._metadata: list[tuple[str, str, list[int]]] | None = None
-        self._pushed: tuple[int, int] | None = None
+        self._pushed: State | None = None
         self._step = 0
         self._client: Client | None = None
         distributed.from_main(self._connect, accelerator)
@@ -258,9 +269,10 @@ class ServerGenerator:
             self._metadata = describe(engine_weights(policy))
         is_sent, num_tries = False, 0
         while not is_sent:
-            distributed.from_main(self._join, self.accelerator)
+            failure = distributed.from_main(self._join, self.accelerator)
             weights = engine_weights(policy)
-            failure = self._send(weights) if self.accelerator.is_main_process else None
+            if failure is None and self.accelerator.is_main_process:
+                failure = self._send(weights)
             for _ in weights:  # every rank takes part in gathering, also where sending has failed
                 pass
             num_tries += 1
@@ -277,9 +289,18 @@ class ServerGenerator:
             return error
         return None
 
-    def _join(self) -> None:
+    def _join(self) -> ConnectionError | None:
+        """What has kept the server's workers from joining, where they had to; it may have gone down meanwhile.
+
+        Raises:
+            ConnectionError: no server within the time limit.
+        """
         if self.client.find_instance() != self.client.instance:
-            self.client.connect()
+            try:
+                self.client.connect()
+            except ConnectionError as error:
+                return error.with_traceback(None)  # its frames hold the port that the next try listens on
+        return None
 
     def _ask(self, question: Callable[[], T]) -> T:
         """The main process's question to a server that has the weights; the answer is known to all ranks."""

@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from tqdm.std import tqdm
 
 from sdpo import distributed
-from sdpo.generation.engine import check_weights, completion_of, grouped, sampling_params, weights_of
+from sdpo.generation.engine import State, check_weights, completion_of, grouped, sampling_params, weights_of
 from sdpo.generation.weights import check_engine_can_hold, engine_weights, lora_factors
 from sdpo.sharding import done_together, is_sharded
 from sdpo.types import Completion, EngineSettings, Report, SamplingSettings
@@ -64,7 +64,7 @@ class ColocatedGenerator:
         self._tp_group = _tensor_parallel_group(accelerator, settings.tensor_parallel_size)
         with self._own_randomness():
             self.engine = self._start(policy, processing_class)
-        self._pushed: tuple[int, int] | None = None
+        self._pushed: State | None = None
         if settings.enable_sleep_mode:
             self.engine.sleep(level=2)
         distributed.wait(accelerator)
