@@ -97,7 +97,9 @@ _RESHAPING: Mapping[str, float | None] = {
     "min_tokens": None,
     "logits_processors": None,
     "structured_outputs": None,
+    "response_format": None,  # what a server also calls them
     "guided_decoding": None,
+    "thinking_token_budget": None,
 }
 
 

@@ -445,6 +445,8 @@ RESHAPED = [
     ({"generation_kwargs": {"top_p": 0.8}}, "top_p=0.8"),
     ({"generation_kwargs": {"logit_bias": {1: 2.0}}}, "logit_bias={1: 2.0}"),
     ({"generation_kwargs": {"presence_penalty": -0.5}}, "presence_penalty=-0.5"),
+    ({"generation_kwargs": {"response_format": {"type": "json_object"}}}, "response_format={'type': 'json_object'}"),
+    ({"generation_kwargs": {"thinking_token_budget": 8}}, "thinking_token_budget=8"),
     ({"top_p": 0.8, "top_k": 20}, "top_p=0.8, top_k=20"),
 ]
 
