@@ -105,7 +105,7 @@ class Client(VLLMClient):
             return answer.json() if answer.content else None
         except requests.JSONDecodeError as error:
             raise ValueError(
-                f"{answer.url} answers with something that is not JSON, so it is no vLLM server: {answer.text[:200]!r}. "
+                f"{answer.url} answers with what is not JSON, so it is no vLLM server: {answer.text[:200]!r}. "
                 "Check vllm_server_base_url, or vllm_server_host and vllm_server_port."
             ) from error
 
@@ -289,7 +289,7 @@ class ServerGenerator:
             return error
         return None
 
-    def _join(self) -> ConnectionError | None:
+    def _join(self) -> Exception | None:
         """What has kept the server's workers from joining, where they had to; it may have gone down meanwhile.
 
         Raises:
