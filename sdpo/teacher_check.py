@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import islice
@@ -73,9 +73,9 @@ class TeacherComparison:
     """What `compare_teacher` found.
 
     `student`: share of successful answers. `mixed_groups`: share of questions with both a success and a failure among
-    the answers. `run`: the teacher as the run's settings make it, over all answers that it would teach. `by_context`:
-    for "demonstration", "feedback" and "both", the teacher shown that and nothing else. None where no answer had such
-    a context.
+    the answers. `run`: the teacher as the run's settings make it, over all answers that it would teach, beside a
+    second sample of the student's on the same questions. `by_context`: for "demonstration", "feedback" and "both", the
+    teacher shown that and nothing else. None where no answer had such a context.
     """
 
     student: Estimate
@@ -108,8 +108,10 @@ class TeacherComparison:
 def compare_teacher(trainer: SDPOTrainer, *, dataset: Any = None, num_prompts: int = 32) -> TeacherComparison:
     """Accuracy of the student and of its own teacher on the first `num_prompts` rows, before training.
 
-    Samples `num_generations` answers a question from the student, and for each answer that has a context one from the
-    teacher. Success is `success_reward_threshold`, as in training. The random state of the run is left as it was.
+    Samples `num_generations` answers a question from the student twice, and for each answer of the first sample that
+    has a context one from the teacher. That sample also decides which questions are compared (those with a success,
+    say), where it would flatter the student; so the student's part of a comparison is the second one. Success is
+    `success_reward_threshold`, as in training. The random state of the run is left as it was.
     Several processes share out the questions, and all of them get the same answer; to be called on every one.
     Warns where the teacher is not clearly better: a teacher that answers worse pulls the student down.
 
@@ -127,7 +129,9 @@ def compare_teacher(trainer: SDPOTrainer, *, dataset: Any = None, num_prompts: i
     settings = trainer.reprompt
     with torch.random.fork_rng():
         attempts = trainer.score(trainer.roll_out(examples, "train"), examples)
-        run = _teacher_accuracy(trainer, attempts, examples, settings, lambda context: context.is_informative)
+        again = trainer.score(trainer.roll_out(examples, "train"), examples)
+        compare = partial(_teacher_accuracy, trainer, attempts, examples, _accuracy_by_question(trainer, again))
+        run = compare(settings, lambda context: context.is_informative)
         by_context = {}
         for kind, flags in KINDS.items():
             shown = replace(
@@ -138,9 +142,7 @@ def compare_teacher(trainer: SDPOTrainer, *, dataset: Any = None, num_prompts: i
                 environment_feedback_only_without_solution=False,
             )
             is_runs = shown == settings and kind != "both"
-            by_context[kind] = (
-                run if is_runs else _teacher_accuracy(trainer, attempts, examples, shown, partial(_shows, flags))
-            )
+            by_context[kind] = run if is_runs else compare(shown, partial(_shows, flags))
     student = _by_question(trainer, attempts)
     comparison = TeacherComparison(
         student=Estimate.of([sum(s) / len(s) for s in student.values()]),
@@ -166,14 +168,22 @@ def _by_question(trainer: SDPOTrainer, rows: Sequence[ScoredRollout]) -> dict[in
     return {group: successes for of_rank in by_rank for group, successes in of_rank.items()}
 
 
+def _accuracy_by_question(trainer: SDPOTrainer, rows: Sequence[ScoredRollout]) -> dict[int, float]:
+    return {group: sum(s) / len(s) for group, s in _by_question(trainer, rows).items()}
+
+
 def _teacher_accuracy(
     trainer: SDPOTrainer,
     attempts: Sequence[ScoredRollout],
     examples: Sequence[Any],
+    student: Mapping[int, float],
     settings: RepromptSettings,
     is_wanted: Callable[[TeacherContext], bool],
 ) -> TeacherAccuracy | None:
-    """The teacher that these settings make, on the attempts whose context, once it fits, is wanted."""
+    """The teacher that these settings make, on the attempts whose context, once it fits, is wanted.
+
+    `student`: its accuracy by question, of answers that did not choose the questions.
+    """
     with distributed.together(trainer.accelerator):
         taught = _taught(trainer, attempts, settings, is_wanted)
         chosen, prompt_ids = [i for i, _ in taught], trainer.tokenizer.encode([prompt for _, prompt in taught])
@@ -182,9 +192,7 @@ def _teacher_accuracy(
         Rollout(attempts[i].rollout.group, attempts[i].rollout.prompt, ids, completion, text)
         for i, ids, completion, text in zip(chosen, prompt_ids, completions, texts, strict=True)
     ]
-    scored = trainer.score(answers, [examples[i] for i in chosen])
-    teacher = {group: sum(s) / len(s) for group, s in _by_question(trainer, scored).items()}
-    student = {group: sum(s) / len(s) for group, s in _by_question(trainer, attempts).items() if group in teacher}
+    teacher = _accuracy_by_question(trainer, trainer.score(answers, [examples[i] for i in chosen]))
     if not teacher:
         return None
     return TeacherAccuracy(
