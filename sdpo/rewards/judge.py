@@ -207,18 +207,21 @@ class JudgeReward:
 def read_judgement(text: str, *, max_score: float) -> Score | None:
     """Reward and feedback of a judge's answer; None where it has no score from 0 to what the score is of.
 
-    The last JSON object with a `score` counts, else the last "Score: x" or "Score: x/y".
+    The last JSON object with a `score` counts, the outer one where they are nested, else the last "Score: x" or
+    "Score: x/y".
     """
     text = remove_thinking(text)
     found: dict[str, Any] | None = None
-    decoder = json.JSONDecoder()
+    decoder, end = json.JSONDecoder(), 0
     for brace in re.finditer(r"\{", text):
+        if brace.start() < end:  # a part of the judgement, which may have scores of its own
+            continue
         try:
-            value, _ = decoder.raw_decode(text, brace.start())
+            value, after = decoder.raw_decode(text, brace.start())
         except (ValueError, RecursionError):  # no object starts here
             continue
         if "score" in value:
-            found = value
+            found, end = value, after
     if found is not None:
         feedback = next((found[key] for key in _FEEDBACK_KEYS if isinstance(found.get(key), str)), None)
         number = _NUMBER.fullmatch(str(found["score"]).strip())

@@ -116,6 +116,8 @@ def test_key_template_and_fields_are_sent(endpoint, monkeypatch):
         ("Score: 1/10 at first. Score: 9/10", Score(0.9, "Score: 1/10 at first.")),
         ('<think>Score: 1/10</think> {"score": 10}', Score(1.0)),
         ('{"score": 2} or {"score": 3}', Score(0.3)),
+        ('{"score": 8, "parts": {"style": {"score": 2}}}', Score(0.8)),  # a part's score is not the answer's
+        ('{"judgement": {"score": 8}}', Score(0.8)),
         ('{"score": 0.0}', Score(0.0)),
         ("good", None),
         ("Score: 12", None),
