@@ -18,7 +18,7 @@ Form = Literal["boxed", "####", "number"]
 _TAIL = 1000  # characters at the end of an attempt in which a number is looked for
 _SHOWN = 200
 _BOX = re.compile(r"\\f?boxed\s*\{")
-_HASHES = re.compile(r"####[ \t]*([^\n]*)")
+_HASHES = re.compile(r"(?<!#)####(?!#)[ \t]*([^\n]*)")
 _BRACE = re.compile(r"(?<!\\)[{}]")
 _INTEGER = re.compile(r"\\boxed\{(-?\d{1,30})\}")
 _HOW = {"boxed": "in \\boxed{}", "####": "after ####", "number": "as the last number"}
@@ -180,7 +180,7 @@ def _after_hashes(text: str, is_cut: bool) -> Answer | None:
     found = _HASHES.findall(text)
     if not found or (is_cut and text.endswith(found[-1])):
         return None
-    content = found[-1].strip()
+    content = found[-1].strip().removesuffix(".")
     return _boxed(content) if content else Answer(problem="There is nothing after ####.")
 
 
@@ -196,7 +196,8 @@ def _gold(value: Any, where: str) -> str | None:
         return rf"\boxed{{{format(Decimal(repr(value)), 'f')}}}"
     if not isinstance(value, str) or not value.strip():
         raise ValueError(f"{where} is {value!r}; a number or a text with the answer is needed")
-    found = _after_hashes(value, False) or _in_box(value)
+    # The box first, since #### also begins a heading of Markdown.
+    found = _in_box(value) or _after_hashes(value, False)
     if found is not None and found.problem is not None:
         raise ValueError(f"{where} has no answer: {found.problem}")
     if found is not None:

@@ -21,6 +21,9 @@ def score(text, gold, *, is_cut=False, **settings):
         (r"so \boxed{42}", 42),
         (r"so \boxed{42}", "6 * 7 is it\n#### 42"),
         (r"so \boxed{42}", r"thus $\boxed{42}$."),
+        (r"so \boxed{42}", "#### Step 1: multiply\nthus $\\boxed{42}$."),  # a heading of Markdown
+        ("##### Step 1: multiply\nIt is 42.", "42"),
+        ("6 * 7 = 42\n#### 42.", "42"),
         (r"so \boxed{1,234}", "#### 1234"),
         (r"\boxed{0.5}", r"\frac{1}{2}"),
         (r"\boxed{\dfrac{2}{4}}", 0.5),
