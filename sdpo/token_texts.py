@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from transformers import PreTrainedTokenizerBase
 
+MAX_WAIT = 64  # tokens that a text is put off for: a character takes fewer, and noise may go on to the end
 _PARTIAL = "\ufffd"  # what a decoder writes for bytes that are not yet a character
 
 
@@ -14,6 +15,7 @@ class TokenTexts:
 
     A token's text depends on what stands before it: some decoders drop the blank that begins a text, and a character
     may be spread over several tokens. Then its last token has the character, and the ones before it are empty.
+    In a run of more than MAX_WAIT tokens that are no text, a character at a multiple of it may stay unread.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase):
@@ -44,7 +46,7 @@ class TokenTexts:
         for position in range(len(ids)):
             before, now = self.decode(ids[start:end]), self.decode(ids[start : position + 1])
             is_last = position == len(ids) - 1
-            if now.endswith(_PARTIAL) and not is_last:
+            if now.endswith(_PARTIAL) and not is_last and position - end < MAX_WAIT:
                 texts.append("")
                 continue
             texts.append(now[len(before) :])

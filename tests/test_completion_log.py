@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Sequence
 from dataclasses import replace
 from io import StringIO
 from pathlib import Path
@@ -20,7 +21,7 @@ from transformers import PreTrainedTokenizerFast, TrainerCallback
 
 from sdpo import Score, SDPOConfig, SDPOTrainer, completion_log
 from sdpo.completion_log import CompletionRecord, TokenValues
-from sdpo.token_texts import TokenTexts
+from sdpo.token_texts import MAX_WAIT, TokenTexts
 
 LOGGED: dict[str, Any] = {"log_completions": True, "num_completions_to_print": 0}
 RECORD = CompletionRecord(
@@ -360,3 +361,21 @@ def test_a_checkpoint_never_comes_before_the_completions_of_its_step(make_traine
         trainer_kwargs={"callbacks": [order]}, **LOGGED,
     ).train()  # fmt: skip
     assert order.found == [True, True]
+
+
+def test_bytes_that_are_no_text_are_decoded_a_few_at_a_time() -> None:
+    """Noise without end, as a collapsed model writes it, costs time in proportion to its length, not to the square."""
+    alphabet = {character: i for i, character in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
+    tokenizer = Tokenizer(models.BPE(vocab=alphabet, merges=[]))
+    tokenizer.decoder = decoders.ByteLevel()
+    texts = TokenTexts(PreTrainedTokenizerFast(tokenizer_object=tokenizer))
+    noise = [alphabet["\u0122"]] * 300  # byte 0x80 continues a character that never began
+    sizes: list[int] = []
+    decode = texts.decode
+
+    def counted(ids: Sequence[int]) -> str:
+        sizes.append(len(ids))
+        return decode(ids)
+
+    texts.decode = counted  # type: ignore[method-assign]
+    assert "".join(texts._in_context(noise)) == "\ufffd" * 300 and max(sizes) <= 2 * (MAX_WAIT + 1)
