@@ -23,6 +23,7 @@ from transformers.utils import logging
 
 from sdpo.config import SDPOConfig
 from sdpo.reprompt import copy_containers
+from sdpo.sharding import loaded_whole
 from sdpo.types import RepromptSettings
 
 logger = logging.get_logger(__name__)
@@ -34,19 +35,26 @@ def load_policy(model: Any, args: SDPOConfig, *, peft_config: Any | None) -> nn.
     A model given by name is loaded in float32 unless `model_init_kwargs` names a dtype.
 
     Raises:
-        ValueError: `model_init_kwargs` with a model instance, or `peft_config` with a model that has an adapter.
+        ValueError: `model_init_kwargs` with a model instance, `peft_config` with a model that has an adapter, or a
+            model that is cut up already.
         TypeError: `model` or `peft_config` is of another kind.
     """
     if isinstance(model, str | os.PathLike):
         kwargs = model_loading_kwargs(args)
         kwargs.setdefault("dtype", kwargs.pop("torch_dtype", "float32"))  # an older name of the same argument
-        model = AutoModelForCausalLM.from_pretrained(os.fspath(model), **kwargs)
+        with loaded_whole(args):
+            model = AutoModelForCausalLM.from_pretrained(os.fspath(model), **kwargs)
     elif not isinstance(model, PreTrainedModel) and not (isinstance(model, nn.Module) and is_peft_model(model)):
         raise TypeError(f"model must be a path, an id, a PreTrainedModel or a PeftModel, got {type(model).__name__}.")
     elif args.model_init_kwargs:
         raise ValueError(
             f"model_init_kwargs={args.model_init_kwargs} cannot act on a model that is already loaded. Pass the "
             "model's path or id, or leave model_init_kwargs out."
+        )
+    if any(hasattr(p, "ds_id") for p in model.parameters()):
+        raise ValueError(
+            "The model was cut up by DeepSpeed ZeRO-3 while it was loaded, and the teacher is a copy of a whole one. "
+            "Pass its path or id instead, or load it before SDPOConfig is made and with zero3_init_flag: false."
         )
     if peft_config is not None:
         model = _add_adapter(model, peft_config)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -198,6 +198,25 @@ def reshard(model: nn.Module) -> None:
         module.reshard()
 
 
+@contextmanager
+def loaded_whole(args: Any) -> Iterator[None]:
+    """Inside, transformers loads every rank a whole model, also where ZeRO-3 would have it cut up at once.
+
+    Teacher and reference are copies of the student, made before all three are cut up.
+    """
+    held = getattr(args, "hf_deepspeed_config", None) or getattr(args.deepspeed_plugin, "dschf", None)
+    if held is None:
+        yield
+        return
+    from transformers.integrations.deepspeed import set_hf_deepspeed_config, unset_hf_deepspeed_config
+
+    unset_hf_deepspeed_config()
+    try:
+        yield
+    finally:
+        set_hf_deepspeed_config(held)
+
+
 def place_copy(model: nn.Module, student: nn.Module, accelerator: Accelerator) -> Any:
     """Cuts up a copy of the student as the student itself is or will be, in place; what has to live as long as it.
 
@@ -216,7 +235,7 @@ def place_copy(model: nn.Module, student: nn.Module, accelerator: Accelerator) -
 
 def _place_with_deepspeed(model: nn.Module, accelerator: Accelerator) -> Any:
     """The engine of a copy that has no optimizer; below ZeRO-3 a copy is whole, and there is none."""
-    config = copy.deepcopy(accelerator.state.deepspeed_plugin.deepspeed_config)
+    config = _without_auto(accelerator.state.deepspeed_plugin.deepspeed_config)
     if config["zero_optimization"]["stage"] < 3:
         half = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(accelerator.mixed_precision)
         model.to(accelerator.device, half)
@@ -229,6 +248,12 @@ def _place_with_deepspeed(model: nn.Module, accelerator: Accelerator) -> Any:
     config["zero_optimization"]["stage3_param_persistence_threshold"] = 0  # what is written to its pieces is all of it
     engine, *_ = deepspeed.initialize(model=model, config=config)
     return engine
+
+
+def _without_auto(config: Mapping[str, Any]) -> dict[str, Any]:
+    """A copy of a DeepSpeed config, with DeepSpeed's defaults for what is left to the Trainer (sizes of buckets)."""
+    values = {name: _without_auto(value) if isinstance(value, dict) else value for name, value in config.items()}
+    return copy.deepcopy({name: value for name, value in values.items() if value != "auto"})
 
 
 def _own_shared(model: nn.Module, student: nn.Module) -> None:

@@ -32,7 +32,7 @@ from sdpo.progress import Progress, functions_note, tokens_note
 from sdpo.reprompt import build_teacher_contexts, fit_teacher_prompt
 from sdpo.rewards import RewardScorer
 from sdpo.served_teacher import Scorer, attach_served
-from sdpo.sharding import check_placement, is_sharded
+from sdpo.sharding import check_placement, is_sharded, loaded_whole
 from sdpo.teacher import PolicyCopy, Teacher, build_teacher
 from sdpo.types import Block, Completion, Phase, Prompt, Rollout, Row, ScoredRollout, TeacherContext, TrainingBatch
 
@@ -100,16 +100,17 @@ class SDPOTrainer(BlockTrainer, GuardedTrainer):
         distributed.start_alike(self.model, self.accelerator)
         hidden_size = self.model.config.get_text_config().hidden_size
         self.token_cost = 6.0 * hidden_size if forward.try_model(self.model, self.accelerator) else None
-        self.scorer = RewardScorer(
-            reward_funcs,
-            reward_weights=args.reward_weights,
-            reward_processing_classes=reward_processing_classes,
-            chat_template_kwargs=loading.as_dict(args.chat_template_kwargs),
-            model_init_kwargs=loading.as_dict(args.model_init_kwargs),
-            trust_remote_code=args.trust_remote_code,
-            device=self.accelerator.device,
-            demonstration_column=args.demonstration_column,
-        )
+        with loaded_whole(args):
+            self.scorer = RewardScorer(
+                reward_funcs,
+                reward_weights=args.reward_weights,
+                reward_processing_classes=reward_processing_classes,
+                chat_template_kwargs=loading.as_dict(args.chat_template_kwargs),
+                model_init_kwargs=loading.as_dict(args.model_init_kwargs),
+                trust_remote_code=args.trust_remote_code,
+                device=self.accelerator.device,
+                demonstration_column=args.demonstration_column,
+            )
         self._build_stages()
         set_seed(args.seed + args.process_index)  # each rank samples with random numbers of its own
 

@@ -1,4 +1,7 @@
-"""A short run that takes its parallelism from `accelerate launch`: python launched.py FOLDER NAME-OF-THE-FILE."""
+"""A short run that takes its parallelism from a launcher or from a file for DeepSpeed.
+
+python launched.py FOLDER NAME-OF-THE-FILE
+"""
 
 from __future__ import annotations
 
@@ -6,6 +9,7 @@ import json
 import os
 import sys
 from pathlib import Path
+from typing import Any
 
 from accelerate.state import PartialState
 from accelerate.utils import DistributedType
@@ -15,6 +19,11 @@ from datasets import Dataset
 
 from sdpo import SDPOConfig, SDPOTrainer
 from sdpo.sharding import parallelism_of
+
+
+def save(model: Any, folder: Path) -> str:
+    model.save_pretrained(folder)
+    return str(folder)
 
 
 def main(folder: Path, name: str) -> None:
@@ -31,11 +40,15 @@ def main(folder: Path, name: str) -> None:
         disable_tqdm=True,
         gradient_checkpointing=False,
         save_strategy="no",
+        deepspeed=name if name.endswith(".json") else None,
     )
     if name.startswith("fsdp2"):  # on CPUs accelerate would take it for DDP
         PartialState._shared_state["distributed_type"] = DistributedType.MULTI_GPU
+    model = make_model(TOKENIZER)
+    if args.deepspeed is not None:  # as most scripts have it: loaded by the trainer
+        model = save(model, folder / f"model{os.environ['RANK']}")
     trainer = SDPOTrainer(
-        make_model(TOKENIZER),
+        model,
         lambda completions, **_: [REWARDS[text] for text in completions],
         args,
         train_dataset=Dataset.from_dict({"prompt": ["w30 w0", "w31 w1"]}),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -13,7 +14,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 from cases import SAME_UPDATE, trained
-from launch import HERE, environment, launched_with
+from launch import HERE, environment, launched_with, torchrun
 from safetensors.torch import load_file
 from suites import SUITES, ZERO_CASES, ZERO_KINDS, ZERO_PARTS, in_parts
 from test_two_ranks import assert_same, assert_same_numbers
@@ -87,3 +88,20 @@ def test_evaluations_and_a_resumed_run_have_the_numbers_of_one_process(
 def test_accelerate_launch_takes_the_file(kind: str, tmp_path: Path, on_cpus: dict[str, str]) -> None:
     """On CPUs, in float32 as `test_more_ranks` does it."""
     assert launched_with(kind, tmp_path, **on_cpus) == {"processes": 2, "parallelism": kind, "steps": 2}
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_a_file_for_deepspeed_is_taken_with_a_model_given_by_name(
+    stage: int, tmp_path: Path, on_cpus: dict[str, str]
+) -> None:
+    """What is "auto" in it is the Trainer's; while transformers knows of it, it loads models in pieces."""
+    zero = {"stage": stage, "reduce_bucket_size": "auto"}
+    if stage == 3:
+        zero |= {"stage3_prefetch_bucket_size": "auto", "stage3_param_persistence_threshold": "auto"}
+    file = tmp_path / "zero.json"
+    batch = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "gradient_clipping")
+    file.write_text(json.dumps({"zero_optimization": zero, **dict.fromkeys(batch, "auto")}))
+    done = torchrun(HERE / "launched.py", tmp_path, file, limit_s=280, **on_cpus)
+    assert done.returncode == 0, done.stdout[-6000:]
+    [found] = [json.loads(line) for line in done.stdout.splitlines() if line.startswith('{"processes"')]
+    assert found == {"processes": 2, "parallelism": f"zero{stage}", "steps": 2}
