@@ -23,7 +23,6 @@ from transformers.utils import logging
 
 from sdpo.config import SDPOConfig
 from sdpo.reprompt import copy_containers
-from sdpo.sharding import loaded_whole
 from sdpo.types import RepromptSettings
 
 logger = logging.get_logger(__name__)
@@ -42,8 +41,7 @@ def load_policy(model: Any, args: SDPOConfig, *, peft_config: Any | None) -> nn.
     if isinstance(model, str | os.PathLike):
         kwargs = model_loading_kwargs(args)
         kwargs.setdefault("dtype", kwargs.pop("torch_dtype", "float32"))  # an older name of the same argument
-        with loaded_whole(args):
-            model = AutoModelForCausalLM.from_pretrained(os.fspath(model), **kwargs)
+        model = AutoModelForCausalLM.from_pretrained(os.fspath(model), **kwargs)
     elif not isinstance(model, PreTrainedModel) and not (isinstance(model, nn.Module) and is_peft_model(model)):
         raise TypeError(f"model must be a path, an id, a PreTrainedModel or a PeftModel, got {type(model).__name__}.")
     elif args.model_init_kwargs:

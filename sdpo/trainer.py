@@ -78,7 +78,8 @@ class SDPOTrainer(BlockTrainer, GuardedTrainer):
         loading.check_launch(args)
         prompts_by_dataset = sources.check_data(train_dataset, eval_dataset, reward_funcs, args)
         set_seed(args.seed)  # an adapter's first weights are random
-        model = loading.load_policy(model, args, peft_config=peft_config)
+        with loaded_whole(args):
+            model = loading.load_policy(model, args, peft_config=peft_config)
         if processing_class is None:
             processing_class = loading.load_processing_class(model, args)
         self.tokenizer = self._prompt_tokenizer(model, processing_class, args)

@@ -64,9 +64,9 @@ def test_the_demo_on_two_ranks_has_the_numbers_of_one(tmp_path: Path) -> None:
 
 
 def test_the_demo_is_not_started_where_ranks_would_train_alone(tmp_path: Path) -> None:
-    """torchrun without --use_cpu, on a machine without GPUs."""
+    """Where --use_cpu, which the demo sets, is taken from it on a machine without GPUs."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
-    command += [str(ROOT / "examples" / "sdpo_math.py"), "--output_dir", str(tmp_path)]
+    command += [str(ROOT / "examples" / "sdpo_math.py"), "--use_cpu", "false", "--output_dir", str(tmp_path)]
     done = subprocess.run(command, capture_output=True, text=True, env=environment(), timeout=300, check=False)
     assert done.returncode != 0
     assert "each would train alone" in done.stderr or os.environ.get("CUDA_VISIBLE_DEVICES")
