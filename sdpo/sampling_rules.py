@@ -22,6 +22,8 @@ _NO_SAMPLE = "training needs plain samples of the policy"
 _ON_BEAMS = "it acts on beams, and training needs plain samples of the policy"
 _DRAFTED = "it drafts the tokens of one prompt at a time, and a block has many"
 _UNREAD = "only the sampled token ids are read"
+_IN_ONE = "an answer is read in one piece"
+_OWN_PROMPT = "what is trained on is the prompt of the dataset as it is"
 
 # Key of generation_kwargs -> the values that change nothing, and why any other is refused.
 _REFUSED_BY_GENERATE: Mapping[str, tuple[tuple[Any, ...], str]] = {
@@ -72,6 +74,17 @@ _REFUSED_BY_VLLM: Mapping[str, tuple[tuple[Any, ...], str]] = {
     "ignore_eos": ((None, False), "a completion ends with an end-of-sequence token or is truncated"),
     "logprobs": ((0,), "those of the sampled tokens are asked for, and no others are read"),
     "prompt_logprobs": ((None,), _UNREAD),
+    "logprob_token_ids": ((None,), _UNREAD),
+    "return_token_ids": ((True,), "a completion is read by its token ids"),
+    "stream": ((None, False), _IN_ONE),
+    "stream_options": ((None,), _IN_ONE),
+    "echo": ((None, False), "the answer would repeat the prompt"),
+    "suffix": ((None,), _OWN_PROMPT),
+    "prompt": ((), _OWN_PROMPT),
+    "prompt_embeds": ((None,), _OWN_PROMPT),
+    "truncate_prompt_tokens": ((None,), _OWN_PROMPT),
+    "model": ((), "the server has one model, the policy"),
+    "use_beam_search": ((None, False), _NO_SAMPLE),
 }
 
 

@@ -510,6 +510,32 @@ def test_what_would_break_the_reading_of_an_engines_answers_is_refused(kwargs) -
     refused(f"`generation_kwargs` has {next(iter(kwargs))}", use_vllm=True, generation_kwargs=kwargs)
 
 
+@pytest.mark.parametrize(
+    "kwargs",
+    [
+        {"stream": True},
+        {"stream_options": {"include_usage": True}},
+        {"echo": True},
+        {"suffix": "."},
+        {"prompt": "1 + 1"},
+        {"prompt_embeds": "AA=="},
+        {"truncate_prompt_tokens": 4},
+        {"model": "another"},
+        {"use_beam_search": True},
+        {"return_token_ids": False},
+        {"logprob_token_ids": [1]},
+    ],
+)
+def test_what_would_make_a_server_answer_something_else_is_refused(kwargs) -> None:
+    served = {"use_vllm": True, "vllm_mode": "server"}
+    refused(f"`generation_kwargs` has {next(iter(kwargs))}", **served, generation_kwargs=kwargs)
+
+
+def test_what_is_a_servers_default_is_taken() -> None:
+    kwargs = {"stream": False, "echo": False, "use_beam_search": False, "truncate_prompt_tokens": None}
+    SDPOConfig(use_vllm=True, vllm_mode="server", generation_kwargs=kwargs)
+
+
 def test_a_setting_of_the_other_vllm_mode_is_refused() -> None:
     refused("vllm_tensor_parallel_size=2", use_vllm=True, vllm_mode="server", vllm_tensor_parallel_size=2)
     refused("vllm_server_timeout=1.0", use_vllm=True, vllm_server_timeout=1.0)

@@ -226,6 +226,26 @@ def test_a_call_that_tensors_go_with_is_not_repeated(stand_in: Any) -> None:
     assert server.paths.count("/update_weights") == 1
 
 
+def sender(server: StandIn, *, timeout: float) -> Client:
+    """A client whose weights have no way to go."""
+    client = client_of(server, timeout=timeout)
+    client.plane = SimpleNamespace(send=lambda *_: None)  # type: ignore[assignment]
+    return client
+
+
+def test_a_cache_of_old_weights_that_is_in_use_is_emptied_later(stand_in: Any) -> None:
+    answers = iter(['{"success": false}', '{"success": false}', '{"success": true}'])
+    server = stand_in(lambda _: (200, next(answers)))
+    sender(server, timeout=20).send([], iter(()))
+    assert server.paths.count("/reset_prefix_cache") == 3
+
+
+def test_a_cache_that_stays_in_use_ends_the_run_in_time(stand_in: Any) -> None:
+    client = sender(stand_in(lambda _: (200, '{"success": false}')), timeout=1)
+    with pytest.raises(ConnectionError, match=r"vllm_server_timeout=1 .*hold its prefix cache, which has values"):
+        client.send([], iter(()))
+
+
 def test_a_server_without_a_way_for_weights_is_refused(stand_in: Any) -> None:
     server = stand_in(lambda _: (200, "{}"))
     server.backend = "nccl"

@@ -27,7 +27,9 @@ from sdpo.types import Completion, EngineSettings, SamplingSettings, ServedToken
 T = TypeVar("T")
 FIRST_WAIT, LONGEST_WAIT = 0.5, 8.0  # seconds between two tries, doubled each time
 MAX_TRIES = 3  # of sending the weights, and of a question to a server that has been started again
-TRANSIENT = (500, 502, 503, 504)
+TRANSIENT = (200, 500, 502, 503, 504)
+BUSY = {"success": False}  # what comes with 200 where the prefix cache could not be emptied
+IN_USE = "requests of somebody else hold its prefix cache, which has values of old weights; it has to be the trainer's"
 CONCURRENCY = 10  # requests under way, as many as a session keeps connections
 # softmax(logits), whatever the model's own generation_config says.
 PLAIN = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0}
@@ -88,9 +90,9 @@ class Client(VLLMClient):
                     raise ValueError(f"{self.base_url} is no address of a vLLM server: {error}.") from error
                 said = f"{type(error).__name__}: {error}"
             else:
-                if answer.status_code == 200:
-                    return self._content(answer)
-                said = f"{answer.status_code}, {answer.text[:2000]}"
+                if answer.status_code == 200 and (content := self._content(answer)) != BUSY:
+                    return content
+                said = IN_USE if answer.status_code == 200 else f"{answer.status_code}, {answer.text[:2000]}"
                 if answer.status_code not in TRANSIENT:
                     self._raise_if_gone(url)
                     raise ValueError(f"The vLLM server refuses {url}: {said}")
@@ -161,7 +163,7 @@ class Client(VLLMClient):
         """Weights to all workers."""
         assert self.plane is not None
         self.plane.send(self, metadata, weights)
-        self.reset_prefix_cache()
+        self._post(f"{self.base_url}/reset_prefix_cache")
 
     def complete(self, prompts: Sequence[list[int]], values: Mapping[str, Any]) -> list[Completion]:
         """Completions of the prompts under these sampling parameters, those of a prompt one after the other.
