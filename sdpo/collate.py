@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -121,13 +122,16 @@ def sequences(
     pad_token_id: int,
     token_cost: float | None,
 ) -> Sequences:
-    """What a model reads for the chosen rows; the first row where none is chosen, so that every rank runs a forward.
+    """What a model reads for the chosen rows; one token where none is chosen, so that every rank runs a forward.
 
     Rows with the same prompt share it where that is cheaper: a token costs `token_cost` in the linear layers and its
     sequence's length in attention, in the same unit, which is 4 H multiplications a layer for hidden size H. A linear
     part of 12 H^2 parameters makes that 6 H. None: the model cannot share.
     """
-    apart = [[row] for row in (chosen or [0])]
+    if not chosen:
+        nothing = pad([[0] * len(completion) for completion in completions], 0, dtype=torch.long)
+        return replace(lay_out([prompts[0][:1]], [[]], [[0]], pad_token_id=pad_token_id), predictors=nothing)
+    apart = [[row] for row in chosen]
     shared: dict[tuple[int, ...], list[int]] = {}
     for [row] in apart:
         shared.setdefault(tuple(prompts[row]), []).append(row)

@@ -37,6 +37,20 @@ def collated(rows: list[Row]) -> TrainingBatch:
     return collate(rows, pad_token_id=0, mask_truncated_completions=False, weight=0.5, token_cost=None)
 
 
+@pytest.mark.parametrize(("weight", "student"), [(1.0, (1, 1)), (0.5, (2, 5))])
+def test_where_no_row_has_a_loss_one_token_is_read(weight: float, student: tuple[int, int]) -> None:
+    """Two rows of 2 + 3 tokens without a context: at weight 0.5 the policy term trains on both, the teacher on none."""
+    batch = collate(
+        [row_of([5, 6, 7], None)] * 2,
+        pad_token_id=0,
+        mask_truncated_completions=False,
+        weight=weight,
+        token_cost=None,
+    )
+    assert batch.student.ids.shape == student and batch.teacher.ids.shape == (1, 1)
+    assert batch.teacher.predictors.tolist() == [[0, 0, 0]] * 2
+
+
 def test_the_log_probs_of_the_sampler_are_padded_with_zeros_and_kept_as_they_are() -> None:
     batch = collated([row_of([5, 6, 7], [-0.5, -math.inf, math.nan]), row_of([8], [-0.25])]).to("cpu")
     assert batch.sampled_logps is not None and batch.sampled_logps.dtype == torch.float32
