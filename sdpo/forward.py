@@ -249,8 +249,10 @@ def token_loss(
     if is_taught:
         index = TokenIndex.of(taught_mask)
         parts.append((index, _teacher_input(batch, index, teacher)))
-    if settings.weight < 1:  # tokens that only the policy term trains on
-        parts.append((TokenIndex.of(batch.policy_mask & ~taught_mask), []))
+    untaught = TokenIndex.of(batch.policy_mask & ~taught_mask)  # tokens that only the policy term trains on
+    # Each part has a gradient of the whole head, so one of no tokens is left out.
+    if settings.weight < 1 and (len(untaught.rows) or not parts):
+        parts.append((untaught, []))
     # After the last forward pass, and in force until the backward pass: see `whole`.
     with whole([(model, head.module), *((part, find_head(part).module) for part, _ in teacher)]):
         terms, anchor = _token_terms(head, student, batch, settings, loss, parts)

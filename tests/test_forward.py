@@ -217,6 +217,31 @@ def test_a_trust_region_is_the_softmax_of_mixed_logits_in_every_mode(
     assert (terms.divergence - expected * batch.distillation_mask).abs().max() < 1e-5
 
 
+@pytest.mark.parametrize(("taught", "is_taught", "calls"), [([0, 1, 2], True, 1), ([0, 1], True, 2), ([], False, 1)])
+def test_a_gradient_of_the_head_is_made_only_for_tokens_that_there_are(
+    tokenizer: Any, monkeypatch: pytest.MonkeyPatch, taught: list[int], is_taught: bool, calls: int
+) -> None:
+    """Of 3 rows at weight 0.5: all distilled, one by the policy term alone, and no teacher."""
+    batch, _ = make_batch(share=False)
+    rows = torch.tensor([row in taught for row in range(3)]).unsqueeze(1)
+    batch = replace(batch, teacher=batch.student, distillation_mask=batch.completion_mask & rows)
+    model, teacher = make_model(tokenizer), make_model(tokenizer, seed=1)
+    seen = []
+
+    def spy(*args: Any, **more: Any) -> Any:
+        seen.append(len(args[2]))
+        return token_values(*args, **more)
+
+    monkeypatch.setattr(forward, "token_values", spy)
+    settings = replace(SETTINGS, weight=0.5 if is_taught else 0.0)
+    loss_of = partial(objective, batch=batch, settings=settings)
+    parts = [(teacher, 1.0)] if is_taught else []
+    found, _ = forward.token_loss(model, find_head(model), batch, settings, loss_of, teacher=parts)
+    found.loss.backward()
+    assert len(seen) == calls and sum(seen) == 12, "4, 2 and 6 tokens"
+    assert all(p.grad is not None for p in model.parameters())
+
+
 def test_nothing_to_train_on_gives_zero_gradients_not_none(tokenizer: Any) -> None:
     batch, _ = make_batch()
     nothing = torch.zeros_like(batch.distillation_mask)
