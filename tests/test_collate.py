@@ -39,7 +39,7 @@ def collated(rows: list[Row]) -> TrainingBatch:
 
 @pytest.mark.parametrize(("weight", "student"), [(1.0, (1, 1)), (0.5, (2, 5))])
 def test_where_no_row_has_a_loss_one_token_is_read(weight: float, student: tuple[int, int]) -> None:
-    """Two rows of 2 + 3 tokens without a context: at weight 0.5 the policy term trains on both, the teacher on none."""
+    """Two rows of 2 + 3 tokens without a context; at weight 0.5 the policy term trains on both."""
     batch = collate(
         [row_of([5, 6, 7], None)] * 2,
         pad_token_id=0,
