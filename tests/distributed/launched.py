@@ -1,6 +1,8 @@
 """A short run that takes its parallelism from a launcher or from a file for DeepSpeed.
 
 python launched.py FOLDER NAME-OF-THE-FILE
+
+With a file for DeepSpeed the model is the one in FOLDER/model, loaded by the trainer.
 """
 
 from __future__ import annotations
@@ -9,7 +11,6 @@ import json
 import os
 import sys
 from pathlib import Path
-from typing import Any
 
 from accelerate.state import PartialState
 from accelerate.utils import DistributedType
@@ -19,11 +20,6 @@ from datasets import Dataset
 
 from sdpo import SDPOConfig, SDPOTrainer
 from sdpo.sharding import parallelism_of
-
-
-def save(model: Any, folder: Path) -> str:
-    model.save_pretrained(folder)
-    return str(folder)
 
 
 def main(folder: Path, name: str) -> None:
@@ -44,11 +40,8 @@ def main(folder: Path, name: str) -> None:
     )
     if name.startswith("fsdp2"):  # on CPUs accelerate would take it for DDP
         PartialState._shared_state["distributed_type"] = DistributedType.MULTI_GPU
-    model = make_model(TOKENIZER)
-    if args.deepspeed is not None:  # as most scripts have it: loaded by the trainer
-        model = save(model, folder / f"model{os.environ['RANK']}")
     trainer = SDPOTrainer(
-        model,
+        make_model(TOKENIZER) if args.deepspeed is None else str(folder / "model"),
         lambda completions, **_: [REWARDS[text] for text in completions],
         args,
         train_dataset=Dataset.from_dict({"prompt": ["w30 w0", "w31 w1"]}),

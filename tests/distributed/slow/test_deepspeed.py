@@ -13,7 +13,8 @@ import pytest
 import torch
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
-from cases import SAME_UPDATE, trained
+from cases import SAME_UPDATE, TOKENIZER, trained
+from conftest import make_model
 from launch import HERE, environment, launched_with, torchrun
 from safetensors.torch import load_file
 from suites import SUITES, ZERO_CASES, ZERO_KINDS, ZERO_PARTS, in_parts
@@ -101,6 +102,7 @@ def test_a_file_for_deepspeed_is_taken_with_a_model_given_by_name(
     file = tmp_path / "zero.json"
     batch = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "gradient_clipping")
     file.write_text(json.dumps({"zero_optimization": zero, **dict.fromkeys(batch, "auto")}))
+    make_model(TOKENIZER).save_pretrained(tmp_path / "model")
     done = torchrun(HERE / "launched.py", tmp_path, file, limit_s=280, **on_cpus)
     assert done.returncode == 0, done.stdout[-6000:]
     [found] = [json.loads(line) for line in done.stdout.splitlines() if line.startswith('{"processes"')]
