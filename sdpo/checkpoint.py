@@ -263,7 +263,7 @@ class CheckpointedTrainer(HubTrainer):
         return prepared
 
     def place(self) -> None:
-        """Cuts up student, teacher and reference for what comes before training; training does it by itself."""
+        """Puts student, teacher and reference where they sample before training; training does it by itself."""
         if self.accelerator.is_fsdp2 and not is_sharded(self.model):
             self._place_copies()
             self.create_optimizer()  # FSDP2 places a model with its optimizer, and training will use both
