@@ -194,9 +194,7 @@ class _Gradients:
 
     def add(self, rows: slice, of_output: Tensor, traced: _Traced | None) -> None:
         """Adds a chunk, from the gradient (n, V) of the head's output."""
-        device = of_output.device.type
-        is_mixed = torch.is_autocast_enabled(device)
-        dtype = torch.get_autocast_dtype(device) if is_mixed else self._matrix.dtype
+        dtype = _product_dtype(self._matrix)
         (narrow, scale), states = _narrow(of_output, dtype), self._states[rows].to(dtype)
         self.hidden[rows] = (narrow @ self._matrix).to(self.hidden.dtype) * scale
         if self._weight is not None:
@@ -224,7 +222,7 @@ class _Gradients:
             matrix, states = self._matrix[columns], self._states[inside].to(self._matrix.dtype)
             output = head.after.apply(torch.einsum("nkh,nh->nk", matrix, states), head.number)
             wide = of_logits[part] * head.after.derivative(output, head.number)
-            gradient, scale = _narrow(wide, matrix.dtype)
+            gradient, scale = _narrow(wide, _product_dtype(matrix))
             self.hidden[inside] = torch.einsum("nk,nkh->nh", gradient, matrix).to(self.hidden.dtype) * scale
             if self._weight is not None:
                 outer = wide.to(self._weight.dtype).unsqueeze(-1) * states.unsqueeze(1)
@@ -243,11 +241,17 @@ class _TracedGradients(_Gradients):
 
     def add(self, rows: slice, of_output: Tensor, traced: _Traced | None) -> None:
         assert traced is not None
-        narrow, scale = _narrow(of_output, traced.hidden.dtype)
+        narrow, scale = _narrow(of_output, _product_dtype(traced.hidden))
         found = torch.autograd.grad(traced.logits, [traced.hidden, *self._leaves], narrow.to(of_output.dtype))
         self.hidden[rows] = found[0].to(self.hidden.dtype) * scale
         for total, gradient in zip(self.parameters, found[1:], strict=True):
             total.add_(gradient.to(total.dtype) * scale)
+
+
+def _product_dtype(factor: Tensor) -> torch.dtype:
+    """What a matrix product with `factor` is computed in."""
+    device = factor.device.type
+    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else factor.dtype
 
 
 def _narrow(gradient: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor | float]:

@@ -29,6 +29,7 @@ from transformers import (
 
 from sdpo import chunk as chunk_module
 from sdpo import forward, heads
+from sdpo.chunk import Taught
 from sdpo.collate import pad, sequences
 from sdpo.heads import find_head
 from sdpo.losses.objective import objective
@@ -349,25 +350,32 @@ def test_a_teacher_served_on_the_students_top_k_is_a_local_one(
     assert all((a - b).abs().max() < 1e-5 for a, b in zip(gradients, others, strict=True))
 
 
-@pytest.mark.parametrize("is_plain", [True, False])
-def test_small_gradients_survive_a_head_in_half_precision(monkeypatch: pytest.MonkeyPatch, is_plain: bool) -> None:
+@pytest.mark.parametrize("is_mixed", [False, True], ids=["half", "autocast"])
+@pytest.mark.parametrize("way", ["matrix", "columns", "traced"])
+def test_small_gradients_survive_a_head_in_half_precision(
+    monkeypatch: pytest.MonkeyPatch, way: str, is_mixed: bool
+) -> None:
     """A mean over many tokens has gradients below the smallest number of float16."""
-    monkeypatch.setattr(heads.Head, "is_plain", property(lambda _: is_plain))
+    monkeypatch.setattr(heads.Head, "is_plain", property(lambda _: way != "traced"))
     torch.manual_seed(0)
-    wide = nn.Linear(8, 30, bias=False)
-    narrow = nn.Linear(8, 30, bias=False).half()
-    narrow.weight.data.copy_(wide.weight)
-    wide.weight.data.copy_(narrow.weight)
-    states, ids = torch.randn(5, 8).half(), torch.arange(5)
+    exact = nn.Linear(8, 30, bias=False)
+    exact.weight.data = exact.weight.data.half().float()
+    half = nn.Linear(8, 30, bias=False, dtype=None if is_mixed else torch.float16)
+    half.weight.data.copy_(exact.weight)
+    states, of_teacher, ids = torch.randn(5, 8).half(), torch.randn(5, 8).half(), torch.arange(5)
+    settings = replace(SETTINGS, temperature=1.0, mode="topk_logits", topk=4, add_tail=False)
     found = []
-    for module in (wide, narrow):
+    for module in (exact, half):
+        head = heads.Head(module)
         hidden = states.to(module.weight.dtype).requires_grad_()
+        taught = [Taught(head, 1.0, of_teacher.to(module.weight.dtype))]
 
-        def slopes(rows: slice, _: Any) -> tuple[Tensor, None]:
-            return torch.full((rows.stop - rows.start,), 1e-9), None
+        def slopes(rows: slice, _: Any) -> tuple[Tensor | None, Tensor | None]:
+            slope = torch.full((rows.stop - rows.start,), 1e-9)
+            return (None, slope) if way == "columns" else (slope, None)
 
-        plain_settings = replace(SETTINGS, temperature=1.0)
-        _, anchor = token_values(heads.Head(module), hidden, ids, [], plain_settings, slopes=slopes)
+        with torch.autocast("cpu", torch.float16, enabled=is_mixed and module is half):
+            _, anchor = token_values(head, hidden, ids, taught, settings, slopes=slopes)
         (anchor * 2.0**24).backward()  # as a scaler of the loss does
         found.append((hidden.grad.float(), module.weight.grad.float()))
     for expected, actual in zip(*found, strict=True):
