@@ -20,7 +20,7 @@ from accelerate import Accelerator
 from conftest import make_model
 
 from sdpo import SDPOConfig
-from sdpo.generation.server import Client, ServerGone
+from sdpo.generation.client import Client, ServerGone
 from sdpo.generation.vllm import ColocatedGenerator
 
 Answer = tuple[int, str]
@@ -224,6 +224,20 @@ def test_a_call_that_tensors_go_with_is_not_repeated(stand_in: Any) -> None:
     with pytest.raises(ConnectionError, match=r"did not take the weights.*shape mismatch"):
         client._post(f"{client.base_url}/update_weights", json={})
     assert server.paths.count("/update_weights") == 1
+
+
+def test_an_update_left_half_done_is_ended_before_the_next(stand_in: Any) -> None:
+    active = [True]
+
+    def answer(path: str) -> Answer:
+        was, active[0] = active[0], path == "/start_weight_update"
+        if was and active[0]:
+            return 500, "start_weight_update called while a weight update is already active."
+        return 200, ""
+
+    server = stand_in(answer)
+    client_of(server, timeout=20)._start_weight_update()
+    assert server.paths[-3:] == ["/start_weight_update", "/finish_weight_update", "/start_weight_update"]
 
 
 def sender(server: StandIn, *, timeout: float) -> Client:

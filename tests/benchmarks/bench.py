@@ -44,7 +44,7 @@ SCALING = [
     *({"vocabulary": 32_000, "mode": "sampled_token", "active": active} for active in (0.25, 0.5, 1.0)),
 ]
 OPTIONS = [
-    {"vocabulary": 32_000, "mode": "sampled_token", "tokens": 256, "options": options}
+    {"vocabulary": 32_000, "mode": "sampled_token", "options": options}
     for options in ({}, {"bf16": True}, {"gradient_checkpointing": True}, {"torch_compile": True})
 ]
 STEPS = 4
@@ -164,7 +164,7 @@ def measure(package: str, case: dict[str, Any]) -> dict[str, float]:
     """`worker` in a process of its own."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TRL_EXPERIMENTAL_SILENCE": "1"}
     command = [sys.executable, __file__, "--worker", package, json.dumps(case)]
-    result = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=900)
+    result = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=3600)
     if result.returncode:
         raise RuntimeError(result.stderr[-2000:])
     found: dict[str, float] = json.loads(result.stdout.splitlines()[-1])

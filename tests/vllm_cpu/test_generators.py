@@ -20,6 +20,7 @@ from sdpo import SDPOConfig, SDPOTrainer
 from sdpo.collate import served_grid
 from sdpo.forward import token_loss
 from sdpo.generation import build_generator
+from sdpo.generation.client import Client
 from sdpo.heads import find_head
 from sdpo.losses.objective import objective
 from sdpo.served_teacher import sequence_of, taught_rows
@@ -127,6 +128,32 @@ def test_a_colocated_engine_has_the_weights_it_was_sent(
 @pytest.mark.parametrize("adapt", [False, True], ids=["full", "lora"])
 def test_a_server_has_the_weights_it_was_sent(tokenizer: Any, tmp_path: Path, server: Server, adapt: bool) -> None:
     check_server(server, tokenizer, tmp_path, is_tied=True, adapt=adapt)
+
+
+def test_a_server_whose_update_was_left_half_done_takes_the_next(
+    tokenizer: Any, tmp_path: Path, server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = make_policy(tokenizer, is_tied=True, seed=4)
+    server.post("/start_weight_update", {})  # by a trainer that died
+    generator = generator_of(model, tokenizer, settings(tmp_path, **of_server(server)))
+    generator.sync(0)
+    assert gap(model, generator) < 1e-4
+
+    post, late = Client._post, []
+
+    def slow(self: Client, url: str, **arguments: Any) -> Any:
+        """The server has taken the weights, but says so after the time limit."""
+        answer = post(self, url, **arguments)
+        if url.endswith("/update_weights") and not late:
+            late.append(url)
+            raise ConnectionError("no answer in time")
+        return answer
+
+    monkeypatch.setattr(Client, "_post", slow)
+    disturb(model)
+    generator.sync(1)
+    assert late and gap(model, generator) < 1e-4
+    generator.client.close_communicator()
 
 
 def test_a_server_of_a_model_with_untied_embeddings_too(tokenizer: Any, tmp_path: Path, untied_server: Server) -> None:

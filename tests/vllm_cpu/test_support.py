@@ -15,7 +15,7 @@ import torch
 from conftest import MAX_LENGTH, NUM_BLOCKS, Server, free_port, make_policy, policy_logps
 from transformers import PreTrainedTokenizerFast, Qwen2ForCausalLM
 
-from sdpo.generation.server import Client
+from sdpo.generation.client import Client
 from sdpo.generation.vllm import ProcessGroupPlane
 
 pytestmark = pytest.mark.vllm
